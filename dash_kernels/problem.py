@@ -1,0 +1,253 @@
+"""What is to be computed (Problem), how (Config), and the one predicate that says whether they go together.
+
+Standard library only: the tuner, the server and the dispatcher all speak in these two frozen values.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+MASKS = ("full", "causal")
+DTYPES = ("bfloat16", "float16")
+BACKENDS = ("hopper", "portable")
+POLICIES = ("ordered", "unordered", "two_pass")
+SIGNALS = ("plain", "deferred")
+LAUNCH_ORDERS = ("ascending", "descending")
+
+
+def unmasked_pairs(
+    seq_len: int, seq_len_kv: int, causal: bool = False, window: tuple[int, int] = (-1, -1)
+) -> int:
+    """Number of (query, key) pairs of one head that take part, bottom-right aligned.
+
+    ``window = (left, right)`` counts neighbours on each side of a query's own position, -1 meaning all, as in
+    flash-attn; ``causal`` is ``right = 0``.
+    """
+    left, right = window
+    if causal:
+        right = 0 if right < 0 else min(right, 0)
+    offset = seq_len_kv - seq_len
+    total = 0
+    for row in range(seq_len):
+        low = 0 if left < 0 else max(0, row + offset - left)
+        high = seq_len_kv - 1 if right < 0 else min(seq_len_kv - 1, row + offset + right)
+        total += max(0, high - low + 1)
+    return total
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One attention backward: shapes, mask and dtype.
+
+    Tensors are (batch, seq_len, heads, head_dim); K and V have ``seq_len_kv`` rows and ``heads_kv`` heads. 0 for
+    ``seq_len_kv`` or ``heads_kv`` means "as for Q" and is resolved at once, so that equal problems compare equal.
+    Raises ValueError naming the field for a value outside its range.
+    """
+
+    mask: str
+    head_dim: int
+    seq_len: int
+    dtype: str = "bfloat16"
+    batch: int = 1
+    heads: int = 1
+    heads_kv: int = 0
+    seq_len_kv: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mask not in MASKS:
+            raise ValueError(f"mask is {self.mask!r}; choose one of {', '.join(MASKS)}")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
+        object.__setattr__(self, "heads_kv", self.heads_kv or self.heads)
+        object.__setattr__(self, "seq_len_kv", self.seq_len_kv or self.seq_len)
+        for name in ("head_dim", "seq_len", "batch", "heads", "heads_kv", "seq_len_kv"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        if self.heads % self.heads_kv:
+            raise ValueError(f"heads ({self.heads}) is not a multiple of heads_kv ({self.heads_kv})")
+
+    @property
+    def causal(self) -> bool:
+        return self.mask == "causal"
+
+    @property
+    def head_group(self) -> int:
+        """Query heads per KV head: 1 for MHA."""
+        return self.heads // self.heads_kv
+
+    def flops(self, convention: str = "square") -> float:
+        """Floating-point operations of the backward: five matmuls, 2 * head_dim operations a pair each.
+
+        ``square`` counts seq_len * seq_len_kv pairs, halved for causal: what flash-attn and peers print, and what
+        every stored TFLOPS of this project means. ``pairs`` counts the unmasked pairs exactly.
+        """
+        if convention == "square":
+            pairs = self.seq_len * self.seq_len_kv / (2 if self.causal else 1)
+        elif convention == "pairs":
+            pairs = unmasked_pairs(self.seq_len, self.seq_len_kv, self.causal)
+        else:
+            raise ValueError(f"convention is {convention!r}; choose square or pairs")
+        return 5 * 2.0 * self.head_dim * pairs * self.batch * self.heads
+
+    def tflops(self, milliseconds: float, convention: str = "square") -> float:
+        return self.flops(convention) / milliseconds * 1e-9
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Problem:
+        return cls(**_known_fields(cls, data))
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """One way to run a backward. Every field is a choice that the tuner sweeps; none is found at run time.
+
+    ``schedule`` and ``group`` name a kind in the registry (``group`` is grouped_shift's number of CTAs a head).
+    ``launch_order`` is the order in which a head's items are handed to CTAs, ``heads_interleaved`` how many heads
+    take turns in it (0: all of them); neither can change bits. ``num_stages`` counts Q/dO stages, ``dq_stages``
+    the fp32 dQ stages of the Hopper kernel. ``signal`` says when the turnstile is released: after each reduce
+    (plain) or after the next one was issued (deferred).
+    """
+
+    backend: str = "hopper"
+    schedule: str = "shortest_first"
+    group: int = 1
+    policy: str = "ordered"
+    block_m: int = 64
+    block_n: int = 128
+    num_stages: int = 2
+    dq_stages: int = 2
+    num_warps: int = 8
+    signal: str = "deferred"
+    launch_order: str = "descending"
+    heads_interleaved: int = 1
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("backend", BACKENDS),
+            ("policy", POLICIES),
+            ("signal", SIGNALS),
+            ("launch_order", LAUNCH_ORDERS),
+        ):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+        for name in ("group", "block_m", "block_n", "num_stages", "dq_stages", "num_warps"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} is {value!r}; it must be a positive integer")
+        if not isinstance(self.heads_interleaved, int) or self.heads_interleaved < 0:
+            raise ValueError(f"heads_interleaved is {self.heads_interleaved!r}; it must be 0 (all) or more")
+
+    @property
+    def deterministic(self) -> bool:
+        return self.policy != "unordered"
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Config:
+        return cls(**_known_fields(cls, data))
+
+    def key(self) -> str:
+        """Sixteen hex digits that name this config in files, rows and caches."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+    def label(self) -> str:
+        """Short name for tables and legends, for instance ``shortest_first 64x128 deferred``."""
+        kind = f"{self.schedule}({self.group})" if self.group > 1 else self.schedule
+        if self.policy != "ordered":
+            kind = self.policy
+        heads = "all" if self.heads_interleaved == 0 else str(self.heads_interleaved)
+        interleave = "" if heads == "1" else f" x{heads} heads"
+        return f"{kind} {self.block_m}x{self.block_n} {self.launch_order}{interleave} {self.signal}"
+
+    def with_(self, **changes: Any) -> Config:
+        return replace(self, **changes)
+
+
+def _known_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    known = {f.name for f in fields(cls)}
+    unknown = sorted(set(data) - known)
+    if unknown:
+        raise ValueError(f"unknown {cls.__name__} field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Support:
+    """Answer of :func:`supports`: true, or false with the reason and, where memory is it, the bytes."""
+
+    ok: bool
+    reason: str = ""
+    required_bytes: int | None = None
+    limit_bytes: int | None = None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+HOPPER_TILES = {64: ((128, 128), (64, 128)), 128: ((64, 128),)}  # head_dim -> (block_m, block_n)
+PORTABLE_TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 128))
+SHARED_MEMORY_LIMIT = {(8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448, (12, 0): 101376}
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The kernel's head_dim that serves ``head_dim``: 64 or 128, the rest of a row being zeros."""
+    return 64 if head_dim <= 64 else 128
+
+
+def hopper_shared_bytes(config: Config, head_dim: int) -> int:
+    """Shared memory of the Hopper main kernel's buffers, barriers apart."""
+    m, n, d = config.block_m, config.block_n, padded_head_dim(head_dim)
+    kv, q_do = 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
+    dq = 0 if config.policy == "two_pass" else config.dq_stages * m * d * 4
+    return kv + q_do + n * m * 2 + dq
+
+
+def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9, 0)) -> Support:
+    """Whether ``config`` can run ``problem`` on a GPU of this compute capability. The one validity predicate.
+
+    It judges what is written in the three values; whether a kind may wait on later CTAs (min_resident > 1) is a
+    permission of the caller and is judged at launch.
+    """
+    from dash_kernels.schedules import SCHEDULES
+
+    if config.schedule not in SCHEDULES:
+        return Support(False, f"schedule {config.schedule!r} is not one of {', '.join(sorted(SCHEDULES))}")
+    if config.group > 1 and config.schedule != "grouped_shift":
+        return Support(False, f"group is for grouped_shift; schedule is {config.schedule}")
+    if problem.head_dim > 128:
+        return Support(False, f"head_dim {problem.head_dim} is above 128, the largest this release runs")
+    dim = padded_head_dim(problem.head_dim)
+    if config.backend == "hopper":
+        if capability[0] != 9:
+            return Support(False, f"backend hopper needs compute capability 9.0; this is {capability[0]}.{capability[1]}")
+        if (config.block_m, config.block_n) not in HOPPER_TILES[dim]:
+            tiles = ", ".join(f"{m}x{n}" for m, n in HOPPER_TILES[dim])
+            return Support(False, f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}")
+        if config.num_warps != 8:
+            return Support(False, f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}")
+        if config.signal == "deferred" and config.dq_stages < 2:
+            return Support(False, "the deferred signal needs dq_stages >= 2: with one stage two CTAs wait for each other")
+        required = hopper_shared_bytes(config, dim)
+    else:
+        if capability < (8, 0):
+            return Support(False, f"backend portable needs compute capability 8.0; this is {capability[0]}.{capability[1]}")
+        if (config.block_m, config.block_n) not in PORTABLE_TILES:
+            tiles = ", ".join(f"{m}x{n}" for m, n in PORTABLE_TILES)
+            return Support(False, f"tile {config.block_m}x{config.block_n} is not one of {tiles}")
+        if config.signal == "deferred":
+            return Support(False, "the deferred signal belongs to backend hopper; use signal plain")
+        required = 2 * config.block_n * dim * 2 + 2 * config.num_stages * config.block_m * dim * 2
+    limit = SHARED_MEMORY_LIMIT.get(capability, 101376)
+    if required > limit:
+        reason = f"needs {required} bytes of shared memory; the limit is {limit}: fewer stages or a smaller tile"
+        return Support(False, reason, required, limit)
+    return Support(True, "", required, limit)

@@ -1,0 +1,36 @@
+"""Schedules as data: built once on the host, checked, simulated, drawn, stored, served and executed.
+
+::
+
+    grid = TileGrid(seq_len=4096, seq_len_kv=4096, block_m=64, block_n=128, causal=True)
+    schedule = build("shortest_first", grid)
+    report = check(schedule, default_launch("shortest_first"))    # raises ScheduleError, or says min_resident
+    arrays = pack(schedule, default_launch("shortest_first"))     # what the kernels read
+
+How to add a kind: :mod:`dash_kernels.schedules.registry`. Standard library only.
+"""
+
+from __future__ import annotations
+
+from dash_kernels.schedules.grid import TileGrid
+from dash_kernels.schedules.launch import Launch
+from dash_kernels.schedules.pack import Packed, pack
+from dash_kernels.schedules.registry import SCHEDULES, Kind, build, default_launch, register
+from dash_kernels.schedules.schedule import Schedule, ScheduleError, from_rules
+
+from dash_kernels.schedules import monotone  # isort: skip  # noqa: F401  (registers its kinds)
+
+__all__ = [
+    "SCHEDULES",
+    "Kind",
+    "Launch",
+    "Packed",
+    "Schedule",
+    "ScheduleError",
+    "TileGrid",
+    "build",
+    "default_launch",
+    "from_rules",
+    "pack",
+    "register",
+]

@@ -12,16 +12,17 @@ How to add a kind: :mod:`dash_kernels.schedules.registry`. Standard library only
 
 from __future__ import annotations
 
+from dash_kernels.schedules import monotone, shift, symmetric_shift  # noqa: F401  (they register their kinds)
+from dash_kernels.schedules.check import CheckReport, check
 from dash_kernels.schedules.grid import TileGrid
 from dash_kernels.schedules.launch import Launch
 from dash_kernels.schedules.pack import Packed, pack
 from dash_kernels.schedules.registry import SCHEDULES, Kind, build, default_launch, register
 from dash_kernels.schedules.schedule import Schedule, ScheduleError, from_rules
 
-from dash_kernels.schedules import monotone  # isort: skip  # noqa: F401  (registers its kinds)
-
 __all__ = [
     "SCHEDULES",
+    "CheckReport",
     "Kind",
     "Launch",
     "Packed",
@@ -29,6 +30,7 @@ __all__ = [
     "ScheduleError",
     "TileGrid",
     "build",
+    "check",
     "default_launch",
     "from_rules",
     "pack",

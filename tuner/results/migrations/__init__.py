@@ -1,0 +1,1 @@
+"""Alembic scripts, run by ``tuner.results.migrate``; shipped in the wheel."""

@@ -1,0 +1,290 @@
+"""Store: every read and write of the results database, each in one short transaction."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, replace
+from typing import Any
+from uuid import uuid4
+
+from sqlalchemy import Connection, Engine, Select, func, insert, select, text, update
+from sqlalchemy.exc import IntegrityError
+
+from tuner.results import database, migrate
+from tuner.results.models import ReleaseTable, Result, Run
+from tuner.results.rows import (
+    Release,
+    ResultFilter,
+    ResultRow,
+    RunInfo,
+    StoreError,
+    finite,
+    utc_now,
+)
+from tuner.winners import FAILED_CHECKS, Cell, winners
+
+RUN_FIELDS = tuple(f.name for f in fields(RunInfo))
+ROW_FIELDS = tuple(f.name for f in fields(ResultRow) if f.name != "run_uuid")
+RELEASE_FIELDS = tuple(f.name for f in fields(Release))
+ANY = ResultFilter()
+
+
+class Store:
+    """A results database. Safe to share between threads; a process that forks opens its own.
+
+    Every method raises StoreError with one line, or StoreUnavailable where a later try may succeed.
+    """
+
+    def __init__(self, engine: Engine, url: Any, read_only: bool = False) -> None:
+        self.url = url
+        self.read_only = read_only
+        self._engine = engine
+        self._writer = engine.execution_options(write=True)
+        self._winners: dict[tuple[Any, ...], list[Cell]] = {}
+
+    @classmethod
+    def open(cls, url: str | os.PathLike[str] | None = None, read_only: bool = False) -> Store:
+        """Open a path or URL (None: ``DASH_DB``, else SQLite in the user's data folder), creating what is missing.
+
+        ``read_only`` neither creates, migrates nor writes.
+        """
+        resolved = database.resolve_url(url)
+        return cls(database.open_engine(resolved, read_only), resolved, read_only)
+
+    def close(self) -> None:
+        self._engine.dispose()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def where(self) -> str:
+        """The database's name for messages, without its password."""
+        return database.show(self.url)
+
+    # -- runs and rows ----------------------------------------------------------------------------------------------
+
+    def start_run(self, run: RunInfo) -> int:
+        """Store the run and answer its id; a run whose uuid is known already keeps its id."""
+        run = replace(run, uuid=run.uuid or str(uuid4()), started=run.started or utc_now())
+        with self._write() as connection:
+            known = connection.scalar(select(Run.id).where(Run.uuid == run.uuid))
+            if known is not None:
+                return int(known)
+            values = {name: getattr(run, name) for name in RUN_FIELDS if name != "id"}
+            values |= {
+                "environment": finite(run.environment),
+                "measurement_policy": finite(run.measurement_policy),
+                "environment_key": run.environment_key,
+                "policy_key": run.policy_key,
+            }
+            return _inserted(connection.execute(insert(Run).values(**values)))
+
+    def finish_run(self, run_id: int) -> None:
+        with self._write() as connection:
+            connection.execute(update(Run).where(Run.id == run_id).values(finished=utc_now()))
+
+    def add(self, run_id: int, row: ResultRow) -> int:
+        """Append one row and answer its id. A config that has a row in this run keeps it: the first one stays."""
+        return self.add_many(run_id, [row])[0]
+
+    def add_many(self, run_id: int, rows: Sequence[ResultRow]) -> list[int]:
+        """Append rows in one transaction; ids as :meth:`add` answers them."""
+        with self._write() as connection:
+            if connection.scalar(select(Run.id).where(Run.id == run_id)) is None:
+                raise StoreError(f"database {self.where} has no run {run_id}; start one first")
+            return [self._append(connection, run_id, row) for row in rows]
+
+    def _append(self, connection: Connection, run_id: int, row: ResultRow) -> int:
+        same = select(Result.id).where(Result.run_id == run_id, Result.config_hash == row.config_hash)
+        known = connection.scalar(same)
+        if known is not None:
+            return int(known)
+        values = {name: getattr(row, name) for name in ROW_FIELDS if name != "id"}
+        values |= {"run_id": run_id, "created_at": row.created_at or utc_now()}
+        try:
+            with connection.begin_nested():
+                return _inserted(connection.execute(insert(Result).values(**values)))
+        except IntegrityError:  # another writer of this run came first; PostgreSQL only
+            return int(connection.execute(same).scalar_one())
+
+    def runs(self, gpu: str | None = None) -> list[RunInfo]:
+        """Runs in the order of their ids."""
+        query = select(*(getattr(Run, name) for name in RUN_FIELDS)).order_by(Run.id)
+        if gpu is not None:
+            query = query.where(Run.gpu == gpu)
+        with self._read() as connection:
+            return [RunInfo(**row._mapping) for row in connection.execute(query)]
+
+    def done_hashes(
+        self,
+        gpu: str,
+        environment_key: str,
+        source: str = "measured",
+        *,
+        policy_key: str | None = None,
+        retry: Collection[str] = (),
+    ) -> set[str]:
+        """Config hashes that have a row in any run of this environment: what a resumed sweep skips.
+
+        ``retry`` names statuses to try again, for instance ``("timeout", "runtime")``.
+        """
+        query = (
+            select(Result.config_hash)
+            .join(Run, Run.id == Result.run_id)
+            .where(Run.gpu == gpu, Run.environment_key == environment_key, Result.source == source)
+        )
+        if policy_key is not None:
+            query = query.where(Run.policy_key == policy_key)
+        if retry:
+            query = query.where(Result.status.not_in(tuple(retry)))
+        with self._read() as connection:
+            return set(connection.scalars(query))
+
+    def results(
+        self, filters: ResultFilter = ANY, limit: int | None = 1000, after_id: int = 0
+    ) -> list[ResultRow]:
+        """Rows with id > ``after_id`` in the order of ids: pass the last id of a page to get the next one."""
+        query = _matching(_rows(), filters).where(Result.id > after_id).order_by(Result.id)
+        if limit is not None:
+            query = query.limit(limit)
+        with self._read() as connection:
+            return [ResultRow(**row._mapping) for row in connection.execute(query)]
+
+    def count(self, filters: ResultFilter = ANY) -> int:
+        with self._read() as connection:
+            return int(connection.scalar(_matching(select(func.count(Result.id)), filters)) or 0)
+
+    # -- winners ----------------------------------------------------------------------------------------------------
+
+    def winners(
+        self, gpu: str, filters: ResultFilter = ANY, *, source: str = "measured", until_id: int | None = None
+    ) -> list[Cell]:
+        """The winners of each cell (see ``tuner.winners``), remembered until the database has a newer row.
+
+        ``until_id`` looks at rows up to this id only: what was known at the time of a release.
+        """
+        last = self.last_result_id()
+        until_id = last if until_id is None else min(until_id, last)
+        key = (until_id, gpu, filters, source)
+        if key not in self._winners:
+            if len(self._winners) >= 64:
+                self._winners = {}
+            self._winners[key] = winners(self.candidates(gpu, filters, source=source, until_id=until_id))
+        return self._winners[key]
+
+    def candidates(
+        self, gpu: str, filters: ResultFilter = ANY, *, source: str = "measured", until_id: int | None = None
+    ) -> list[tuple[ResultRow, str]]:
+        """Rows that decide who wins, each with the name of its sweep (environment and measurement policy)."""
+        query = _rows().add_columns((Run.environment_key + ":" + Run.policy_key).label("sweep"))
+        query = _matching(query, replace(filters, gpu=gpu, source=source, status=None))
+        query = query.where(Result.status.in_(("ok", *FAILED_CHECKS)))
+        if until_id is not None:
+            query = query.where(Result.id <= until_id)
+        with self._read() as connection:
+            found = [dict(row._mapping) for row in connection.execute(query.order_by(Result.id))]
+        return [(ResultRow(**values), sweep) for values in found for sweep in [values.pop("sweep")]]
+
+    def last_result_id(self) -> int:
+        """The newest row's id, 0 when there is none. Rows are never changed, so it names the database's state."""
+        with self._read() as connection:
+            return int(connection.scalar(select(func.max(Result.id))) or 0)
+
+    def gpus(self) -> list[str]:
+        """GPUs that have rows."""
+        with self._read() as connection:
+            return list(connection.scalars(select(Run.gpu).distinct().order_by(Run.gpu)))
+
+    # -- releases ---------------------------------------------------------------------------------------------------
+
+    def add_release(self, release: Release) -> Release:
+        """Store an immutable lookup table and answer it with its number. A name may be used once a GPU."""
+        values = {name: getattr(release, name) for name in RELEASE_FIELDS if name != "id"}
+        values |= {"overall": finite(release.overall), "created_at": release.created_at or utc_now()}
+        try:
+            with self._write() as connection:
+                number = _inserted(connection.execute(insert(ReleaseTable).values(**values)))
+        except IntegrityError:
+            raise StoreError(f"release {release.name!r} of {release.gpu} exists; releases are immutable") from None
+        return replace(release, id=number, created_at=values["created_at"])
+
+    def releases(self, gpu: str | None = None) -> list[Release]:
+        """Releases, newest first."""
+        query = select(*(getattr(ReleaseTable, name) for name in RELEASE_FIELDS)).order_by(ReleaseTable.id.desc())
+        if gpu is not None:
+            query = query.where(ReleaseTable.gpu == gpu)
+        with self._read() as connection:
+            return [Release(**row._mapping) for row in connection.execute(query)]
+
+    def get_release(self, number: int | None = None, gpu: str | None = None) -> Release | None:
+        """The release of this number, or the newest (of ``gpu``); None where there is none."""
+        query = select(*(getattr(ReleaseTable, name) for name in RELEASE_FIELDS))
+        if number is not None:
+            query = query.where(ReleaseTable.id == number)
+        if gpu is not None:
+            query = query.where(ReleaseTable.gpu == gpu)
+        with self._read() as connection:
+            row = connection.execute(query.order_by(ReleaseTable.id.desc()).limit(1)).first()
+        return None if row is None else Release(**row._mapping)
+
+    # -- the rest ---------------------------------------------------------------------------------------------------
+
+    def load_shipped(self) -> int:
+        """Add the measured rows that came with the package; answers how many were new. Safe to call at each start."""
+        from tuner.export import load_shipped
+
+        return load_shipped(self)
+
+    def schema_version(self) -> str:
+        with self._read() as connection:
+            return str(migrate.current_version(connection))
+
+    def ping(self) -> None:
+        """Raises StoreUnavailable when the database does not answer."""
+        with self._read() as connection:
+            connection.execute(text("SELECT 1"))
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with database.errors(self.url), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def _write(self) -> Iterator[Connection]:
+        if self.read_only:
+            raise StoreError(f"database {self.where} was opened for reading only")
+        try:
+            with self._writer.begin() as connection:
+                yield connection
+        except IntegrityError:
+            raise
+        except StoreError:
+            raise
+        except Exception as error:
+            with database.errors(self.url):
+                raise error
+
+
+def _rows() -> Select[Any]:
+    columns = [getattr(Result, name) for name in ROW_FIELDS]
+    return select(*columns, Run.uuid.label("run_uuid")).join(Run, Run.id == Result.run_id)
+
+
+def _matching(query: Select[Any], filters: ResultFilter) -> Select[Any]:
+    for name, value in filters.equalities().items():
+        query = query.where(getattr(Result, name) == value)
+    if filters.since is not None:
+        query = query.where(Result.created_at >= filters.since)
+    if filters.until is not None:
+        query = query.where(Result.created_at <= filters.until)
+    return query
+
+
+def _inserted(result: Any) -> int:
+    return int(result.inserted_primary_key[0])

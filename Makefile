@@ -19,7 +19,7 @@ TRITON_NEWEST := $(shell "$(PYTHON)" -c 'import sys; print("3.9.0" if sys.versio
 TRITON_VENVS := .venv-triton-$(TRITON_OLDEST) .venv-triton-$(TRITON_NEWEST)
 
 PY := $(VENV)/bin/python
-PIP_INSTALL := -m pip --disable-pip-version-check install --quiet
+PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --quiet
 
 .PHONY: help run serve test lint format dash_kernel python-check port-check clean
 
@@ -69,7 +69,7 @@ dash_kernel: $(VENV)/.installed
 
 python-check:
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 found (python3 is $$(python3 --version 2>&1 || echo absent)): install one, or say make PYTHON=/path/to/python3.12" >&2; exit 2; }
-	@"$(PYTHON)" -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if (3, 10) <= v <= (3, 13) else "%s is Python %d.%d: 3.10 to 3.13 is needed; say make PYTHON=/path/to/python3.12" % ((sys.executable,) + v))'
+	@"$(PYTHON)" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' 2>/dev/null || { v=$$("$(PYTHON)" --version 2>&1) || v="not a program that runs"; echo "$(PYTHON) is $$v; Python 3.10 to 3.13 is needed: say make PYTHON=/path/to/python3.12" >&2; exit 2; }
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module: install it (Debian and Ubuntu: the package python3-venv), or say make PYTHON=/path/to/another" >&2; exit 2; }
 
 port-check: python-check

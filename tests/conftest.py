@@ -1,0 +1,48 @@
+"""Shared by all tests: nothing is read from or written to the user's own data, and GPU tests say why they skip."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def _why_no_gpu() -> str:
+    """Empty when a kernel can be launched here, else the reason in a few words."""
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return "PyTorch is not installed"
+    if torch.version.cuda is None:
+        return f"PyTorch {torch.__version__} is a CPU build"
+    if not torch.cuda.is_available():
+        return "no usable NVIDIA GPU (torch.cuda.is_available() is False)"
+    return ""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if "gpu" in item.keywords]
+    reason = _why_no_gpu() if marked else ""
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture(autouse=True)
+def _own_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """No test sees the settings or the database of the user who runs it."""
+    for name in ("DASH_DB", "DASH_TABLE", "DASH_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "user-data"))
+
+
+@pytest.fixture(scope="session")
+def triton_pythons() -> list[Path]:
+    """Interpreters of the torch-free environments, oldest Triton first (`make test` creates and names them)."""
+    named = os.environ.get("DASH_TRITON_ENVS", "")
+    if not named:
+        pytest.skip("DASH_TRITON_ENVS names no environment; `make test` creates them")
+    return [Path(path) for path in named.split(os.pathsep)]

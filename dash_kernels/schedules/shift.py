@@ -2,20 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from dash_kernels.schedules.grid import TileGrid
 from dash_kernels.schedules.registry import register
 from dash_kernels.schedules.schedule import Schedule, from_rules, rotated
 
 
-def _staggered(
-    kind: str, grid: TileGrid, group: int, place: Callable[[int], tuple[int, int, int]]
-) -> Schedule:
-    """KV tiles in waves; ``place(n_block)`` gives (wave, member, members), and a member starts that part round.
+@register(
+    "shift",
+    launch="ascending",
+    summary="all KV tiles of a head at once, spread over the row (DASH)",
+)
+def shift(grid: TileGrid, group: int) -> Schedule:
+    """DASH's shift: KV tile i walks i, i+1, .., and round, scaled by num_m / num_n; turns by step.
 
-    Turns follow waves, and inside a wave the step at which its CTAs arrive, if all start together.
+    On a full mask with num_m >= num_n no two KV tiles are ever at the same Q tile, if all are resident. On a causal
+    mask what is left of that walk are the arrays of shortest_first, here launched long tiles first.
     """
+    if grid.causal:
+        return from_rules(
+            "shift", grid, visit=grid.q_tiles, turn_key=lambda n_block, m_block, step: -n_block
+        )
+    return from_rules(
+        "shift",
+        grid,
+        visit=lambda n_block: rotated(grid.q_tiles(n_block), n_block * grid.num_m // grid.num_n),
+        turn_key=lambda n_block, m_block, step: (step, n_block),
+    )
+
+
+@register(
+    "grouped_shift",
+    launch="descending",
+    takes_group=True,
+    summary="shift among `group` neighbouring KV tiles; meant for slots // group interleaved heads",
+)
+def grouped_shift(grid: TileGrid, group: int) -> Schedule:
+    """``group`` CTAs share a head, 1/group of the row apart; each group adds after the groups launched before it.
+
+    Groups of one head follow each other, so the other slots should work on other heads: launch it with slots // group
+    heads interleaved. With k heads it needs k x (group - 1) + 1 slots where shift needs all num_n; group 1 is
+    shortest_first. On a causal mask a start that would part the masked tiles moves to the nearer end of them.
+    """
+
+    def place(n_block: int) -> tuple[int, int, int]:
+        """Wave, position in it, and its number of members: the first KV tiles may make a smaller wave."""
+        wave, member = divmod(grid.num_n - 1 - n_block, group)
+        return wave, member, min(group, grid.num_n - wave * group)
 
     def visit(n_block: int) -> list[int]:
         tiles = grid.q_tiles(n_block)
@@ -30,36 +62,4 @@ def _staggered(
         wave, member, _ = place(n_block)
         return wave, step, member
 
-    return from_rules(kind, grid, visit=visit, turn_key=turn_key, group=group)
-
-
-@register(
-    "shift",
-    launch="ascending",
-    summary="all KV tiles of a head at once, spread evenly over the row",
-)
-def shift(grid: TileGrid, group: int) -> Schedule:
-    """DASH's shift: KV tile i walks i, i+1, .., and round; scaled when there are more Q tiles than KV tiles.
-
-    On a full mask with num_m >= num_n no two KV tiles are ever at the same Q tile, if all are resident.
-    """
-    return _staggered("shift", grid, 1, lambda n_block: (0, n_block, grid.num_n))
-
-
-@register(
-    "grouped_shift",
-    launch="descending",
-    takes_group=True,
-    summary="shift among `group` neighbouring KV tiles at a time, the last ones first",
-)
-def grouped_shift(grid: TileGrid, group: int) -> Schedule:
-    """``group`` CTAs share a head, 1/group of the row apart; each group adds after the groups launched before it.
-
-    So it needs ``group`` slots where shift needs num_n; group 1 is shortest_first.
-    """
-
-    def place(n_block: int) -> tuple[int, int, int]:
-        wave, member = divmod(grid.num_n - 1 - n_block, group)
-        return wave, member, min(group, grid.num_n - wave * group)
-
-    return _staggered("grouped_shift", grid, group, place)
+    return from_rules("grouped_shift", grid, visit=visit, turn_key=turn_key, group=group)

@@ -1,0 +1,220 @@
+"""The model: how long a schedule takes on a number of slots, where it stalls, and what it looks like.
+
+Each (KV, Q) tile is a compute phase, then a reduce phase in which the CTA adds to the Q tile's dQ (DASH, arXiv
+2601.21824, section 2). A CTA does one after the other; a reduce starts no earlier than the signal of the turn before
+it. Items go to slots as these come free, in ticket order. Times are in the unit of ``c`` and ``r``; with integers, or
+fractions that floats hold exactly, so are the results.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from dash_kernels.schedules.check import turn_owners
+from dash_kernels.schedules.launch import Launch
+from dash_kernels.schedules.registry import SCHEDULES
+from dash_kernels.schedules.schedule import Schedule, Tile
+
+
+class DeadlockError(RuntimeError):
+    """A schedule that does not end on these slots; ``tiles`` are the (n_block, m_block) that wait, in a chain."""
+
+    def __init__(self, message: str, tiles: Sequence[Tile]) -> None:
+        super().__init__(message)
+        self.tiles = tuple(tiles)
+
+
+class GanttRow(NamedTuple):
+    """One tile: it computes until ``reduce_start - stall``, waits, reduces until ``end``."""
+
+    slot: int
+    head: int
+    n_block: int
+    m_block: int
+    start: float
+    reduce_start: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True)
+class Simulation:
+    """``utilisation`` is work over slots x makespan; ``stalls[slot]`` the time spent waiting for turns.
+
+    ``busy[slot]`` is the time spent computing and reducing; what is left of ``makespan`` a slot stood empty. ``rows``
+    are the Gantt chart, by slot, then by time; empty if they were not asked for.
+    """
+
+    makespan: float
+    utilisation: float
+    stalls: tuple[float, ...]
+    busy: tuple[float, ...]
+    rows: tuple[GanttRow, ...]
+
+
+def simulate(
+    schedule: Schedule,
+    slots: int = 132,
+    c: float = 1.0,
+    r: float = 0.3,
+    l: float = 0.0,  # noqa: E741  (the paper's letter, and design.md's)
+    heads: int = 1,
+    launch: Launch | None = None,
+    *,
+    gantt: bool = True,
+) -> Simulation:
+    """Run ``heads`` heads of a schedule on ``slots`` slots.
+
+    ``c`` is a tile's compute cost, ``r`` its reduce cost, ``l`` the time from the end of a reduce until the next turn
+    sees its signal. ``launch`` defaults to the one that fits the kind; ``gantt=False`` leaves out the rows. Raises
+    ValueError for a cost, count or schedule that makes no sense, DeadlockError naming the chain of waits if the
+    schedule does not end on so few slots.
+    """
+    for name, count in (("slots", slots), ("heads", heads)):
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
+            raise ValueError(f"{name} is {count!r}; it must be a positive integer")
+    for name, cost in (("c", c), ("r", r), ("l", l)):
+        if not 0 <= cost < float("inf"):
+            raise ValueError(f"{name} is {cost!r}; it must be a finite cost of 0 or more")
+    if launch is None:
+        launch = SCHEDULES[schedule.kind].default_launch if schedule.kind in SCHEDULES else Launch()
+    turn_owners(schedule)
+    run = _Run(schedule, launch, heads, c, r, l, gantt)
+    return run.to_end(slots)
+
+
+class _Run:
+    """State of one simulation.
+
+    An item advances on its own until a turn has not been given yet; only the assignment of items to slots follows the
+    clock. That is safe: an item still waiting then waits for one that has no slot, which starts no earlier than the
+    earliest known end, so that end is the next slot to come free.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        launch: Launch,
+        heads: int,
+        c: float,
+        r: float,
+        l: float,  # noqa: E741
+        gantt: bool,
+    ) -> None:
+        self.schedule, self.launch, self.heads = schedule, launch, heads
+        self.c, self.r, self.l = c, r, l
+        self.gantt = gantt
+        num_m = schedule.grid.num_m
+        self.arrived = [0] * (heads * num_m)
+        self.signal: list[float] = [0] * (heads * num_m)
+        self.waiting: dict[tuple[int, int], _Item] = {}
+        self.ended: list[tuple[float, int]] = []
+        self.rows: list[GanttRow] = []
+
+    def to_end(self, slots: int) -> Simulation:
+        order = self.launch.item_order(self.schedule)
+        tickets = self.heads * len(order)
+        self.ended = [(0, slot) for slot in range(slots)]
+        self.stalls: list[float] = [0] * slots
+        self.busy: list[float] = [0] * slots
+        makespan: float = 0
+        for ticket in range(tickets):
+            if not self.ended:
+                raise self._deadlock(order, slots)
+            start, slot = heapq.heappop(self.ended)
+            head, position = self.launch.head_and_item(ticket, self.heads, len(order))
+            self._advance(_Item(head, order[position], slot, start))
+        if self.waiting:
+            raise self._deadlock(order, slots)
+        makespan = max(end for end, _ in self.ended)
+        work = sum(self.busy)
+        self.rows.sort(key=lambda row: (row.slot, row.start))
+        return Simulation(
+            makespan,
+            work / (slots * makespan) if makespan else 1.0,
+            tuple(self.stalls),
+            tuple(self.busy),
+            tuple(self.rows),
+        )
+
+    def _advance(self, started: _Item) -> None:
+        """Take ``started``, and every item that its reduces let go on, as far as they get."""
+        num_m = self.schedule.grid.num_m
+        c, r, l, arrived, signal = self.c, self.r, self.l, self.arrived, self.signal  # noqa: E741
+        ready = [started]
+        while ready:
+            item = ready.pop()
+            tiles, turns = self.schedule.visit[item.index], self.schedule.turn[item.index]
+            base, step, now = item.head * num_m, item.step, item.now
+            while step < len(tiles):
+                n_block, m_block = tiles[step]
+                cell = base + m_block
+                turn = turns[step]
+                if arrived[cell] != turn:
+                    self.waiting[cell, turn] = item
+                    break
+                computed = now + c
+                reduce_start = computed if turn == 0 else max(computed, signal[cell])
+                end = reduce_start + r
+                self.stalls[item.slot] += reduce_start - computed
+                if self.gantt:
+                    row = (item.slot, item.head, n_block, m_block, now, reduce_start, end)
+                    self.rows.append(GanttRow(*row))
+                now = end
+                step += 1
+                signal[cell] = end + l
+                arrived[cell] = turn + 1
+                woken = self.waiting.pop((cell, turn + 1), None)
+                if woken is not None:
+                    ready.append(woken)
+            else:
+                self.busy[item.slot] += len(tiles) * (c + r)
+                heapq.heappush(self.ended, (now, item.slot))
+            item.step, item.now = step, now
+
+    def _deadlock(self, order: Sequence[int], slots: int) -> DeadlockError:
+        """Follow waits from the lowest slot until one comes round again or leads to an item without a slot."""
+        owners = turn_owners(self.schedule)
+        num_m = self.schedule.grid.num_m
+        held = {(item.head, item.index): item for item in self.waiting.values()}
+        item = min(held.values(), key=lambda item: item.slot)
+        path: list[tuple[int, int]] = []
+        hops: list[str] = []
+        tiles: list[Tile] = []
+        reason = ""
+        while (key := (item.head, item.index)) not in path:
+            path.append(key)
+            n_block, m_block = tile = self.schedule.visit[item.index][item.step]
+            owner, owner_step = owners[m_block][self.arrived[item.head * num_m + m_block]]
+            awaited = self.schedule.visit[owner][owner_step]
+            tiles.append(tile)
+            hops.append(f"KV tile {n_block} waits at Q tile {m_block} for KV tile {awaited[0]}")
+            if (item.head, owner) not in held:
+                tiles.append(awaited)
+                reason = f"which has no slot; all {slots} are taken by items that wait"
+                break
+            item = held[item.head, owner]
+        else:
+            first = path.index(key)
+            hops, tiles = hops[first:], tiles[first:]
+            reason = "so the waits form a cycle"
+        if len(hops) > 6:
+            hops[3:-3] = [f".. {len(hops) - 6} more .."]
+        return DeadlockError(
+            f"schedule {self.schedule.kind} launched {self.launch.order} on {slots} slots never ends: "
+            f"head {item.head}, {', '.join(hops)}, {reason}",
+            tiles,
+        )
+
+
+@dataclass(slots=True)
+class _Item:
+    """An item of a head on a slot, before the step that it has reached at time ``now``."""
+
+    head: int
+    index: int
+    slot: int
+    now: float
+    step: int = 0

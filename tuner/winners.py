@@ -29,12 +29,23 @@ from tuner.results.rows import ResultRow
 
 NOISE_FLOOR = 0.005
 NOISE_CAP = 0.01
-CELL_FIELDS = (
-    "gpu mask head_dim dtype head_group seq_len seq_len_kv batch heads direction"
-).split()
+CELL_FIELDS = [
+    "gpu",
+    "mask",
+    "head_dim",
+    "dtype",
+    "head_group",
+    "seq_len",
+    "seq_len_kv",
+    "batch",
+    "heads",
+    "direction",
+]
 SLICE_FIELDS = ("gpu", "mask", "head_dim", "dtype", "head_group", "direction")
 FAILED_CHECKS = ("correctness", "nondeterminism")
-MEDIAN_TO_MEAN_ERROR = math.sqrt(math.pi / 2)  # standard error of a median over that of a mean, normal samples
+MEDIAN_TO_MEAN_ERROR = math.sqrt(
+    math.pi / 2
+)  # standard error of a median over that of a mean, normal samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,13 +149,17 @@ class Overall:
 
 def winners(candidates: Iterable[tuple[ResultRow, str]]) -> list[Cell]:
     """Winners by cell, sorted. ``candidates`` are (row, name of its sweep) in the order of their ids."""
-    sweeps: dict[tuple[Any, ...], dict[str, list[ResultRow]]] = defaultdict(lambda: defaultdict(list))
+    sweeps: dict[tuple[Any, ...], dict[str, list[ResultRow]]] = defaultdict(
+        lambda: defaultdict(list)
+    )
     for row, sweep in candidates:
         by_sweep = sweeps[tuple(getattr(row, name) for name in CELL_FIELDS)]
         by_sweep[sweep].append(row)
         by_sweep[sweep] = by_sweep.pop(sweep)  # the sweep with the newest row stands last
     cells = (_cell(by_sweep) for by_sweep in sweeps.values())
-    return sorted((cell for cell in cells if cell), key=lambda c: tuple(getattr(c, n) for n in CELL_FIELDS))
+    return sorted(
+        (cell for cell in cells if cell), key=lambda c: tuple(getattr(c, n) for n in CELL_FIELDS)
+    )
 
 
 def _cell(by_sweep: dict[str, list[ResultRow]]) -> Cell | None:
@@ -173,7 +188,9 @@ def _cell(by_sweep: dict[str, list[ResultRow]]) -> Cell | None:
 
 
 def _standing(rows: list[ResultRow]) -> list[ResultRow]:
-    failed = {row.config_hash for row in rows if row.status in FAILED_CHECKS or row.bits_equal is False}
+    failed = {
+        row.config_hash for row in rows if row.status in FAILED_CHECKS or row.bits_equal is False
+    }
     newest = {row.config_hash: row for row in rows if row.status == "ok"}
     return [
         row
@@ -189,7 +206,8 @@ def _baselines(rows: list[ResultRow]) -> dict[str, ResultRow]:
     plain = [
         row
         for row in ascending
-        if row.config.get("launch_order") == "ascending" and row.config.get("heads_interleaved") == 1
+        if row.config.get("launch_order") == "ascending"
+        and row.config.get("heads_interleaved") == 1
     ]
     unordered = [row for row in rows if row.policy == "unordered"]
     found = {"ascending": plain or ascending, "unordered": unordered}
@@ -262,7 +280,9 @@ def _confidence(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Confidence:
     """
     leads, parts = [], []
     for fast, slow in pairs:
-        leads.append(math.log(_cost(slow) / _cost(fast)) if _cost(slow) > 0 and _cost(fast) > 0 else 0.0)
+        leads.append(
+            math.log(_cost(slow) / _cost(fast)) if _cost(slow) > 0 and _cost(fast) > 0 else 0.0
+        )
         for samples in (fast.samples or [], slow.samples or []):
             logs = [math.log(x) for x in samples if isinstance(x, (int, float)) and x > 0]
             parts.append((variance(logs) / len(logs), len(logs) - 1) if len(logs) > 1 else None)
@@ -298,7 +318,9 @@ def overall(cells: Sequence[Cell], prefer: Callable[[Cell], Any] | None = None) 
     slices: dict[tuple[Any, ...], dict[int, Cell]] = defaultdict(dict)
     for cell in sorted(cells, key=prefer or most_work):
         if cell.servable:
-            slices[tuple(getattr(cell, name) for name in SLICE_FIELDS)].setdefault(cell.seq_len, cell)
+            slices[tuple(getattr(cell, name) for name in SLICE_FIELDS)].setdefault(
+                cell.seq_len, cell
+            )
     return [_overall([by_seq[s] for s in sorted(by_seq)]) for by_seq in slices.values()]
 
 
@@ -313,11 +335,11 @@ def _overall(cells: list[Cell]) -> Overall:
         for row in cell.servable:
             rows[row.to_config().key()].append(row)
     covered = max(map(len, rows.values()))
-    complete = [found for found in rows.values() if len(found) == covered]
+    complete: list[list[ResultRow]] = [found for found in rows.values() if len(found) == covered]
     fastest = min(complete, key=_log_cost)
     same = [row.seq_len for row in fastest]
     rivals = [found for found in complete if [row.seq_len for row in found] == same]
-    tied = (found for found in rivals if _ties(list(zip(fastest, found, strict=True))))
+    tied = [found for found in rivals if _ties(list(zip(fastest, found, strict=True)))]
     winner = min(tied, key=lambda found: _simplicity(found[0]))
     others = [found for found in rivals if found is not winner]
     confidence = None
@@ -325,7 +347,8 @@ def _overall(cells: list[Cell]) -> Overall:
         confidence = _confidence(list(zip(winner, min(others, key=_log_cost), strict=True)))
     baselines = {cell.seq_len: cell.baselines.get("ascending") for cell in cells}
     speedups = [
-        _speedup(row, base.row) if (base := baselines[row.seq_len]) is not None else None for row in winner
+        _speedup(row, base.row) if (base := baselines[row.seq_len]) is not None else None
+        for row in winner
     ]
     return Overall(winner[0].config, tuple(winner), confidence, _mean(speedups))
 
@@ -344,4 +367,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
 
 def _largest(values: Iterable[int | None]) -> int | None:
     known = list(values)
-    return None if any(value is None for value in known) else max(value for value in known if value is not None)
+    return (
+        None
+        if any(value is None for value in known)
+        else max(value for value in known if value is not None)
+    )

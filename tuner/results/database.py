@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
-from sqlalchemy.exc import ArgumentError, DBAPIError, TimeoutError
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, TimeoutError
 from sqlalchemy.pool import Pool, QueuePool, StaticPool
 
 from tuner.results import migrate
@@ -36,12 +36,16 @@ def resolve_url(database: str | os.PathLike[str] | None) -> URL:
     try:
         url = make_url(text_)
     except (ArgumentError, ValueError):
-        raise StoreError("the database URL cannot be read; write sqlite:///PATH or postgresql://HOST/NAME") from None
+        raise StoreError(
+            "the database URL cannot be read; write sqlite:///PATH or postgresql://HOST/NAME"
+        ) from None
     kind = url.get_backend_name()
     if kind in ("postgresql", "postgres"):
         return url.set(drivername="postgresql+psycopg")
     if kind != "sqlite":
-        raise StoreError(f"database URL {show(url)}: {kind} is not supported; use sqlite or postgresql")
+        raise StoreError(
+            f"database URL {show(url)}: {kind} is not supported; use sqlite or postgresql"
+        )
     if url.database in (None, "", ":memory:"):
         return URL.create("sqlite")
     return URL.create("sqlite", database=str(Path(str(url.database)).expanduser().absolute()))
@@ -49,7 +53,11 @@ def resolve_url(database: str | os.PathLike[str] | None) -> URL:
 
 def show(url: URL) -> str:
     """The database's name for messages, without its password."""
-    return url.database or "memory" if url.drivername == "sqlite" else url.render_as_string(hide_password=True)
+    return (
+        url.database or "memory"
+        if url.drivername == "sqlite"
+        else url.render_as_string(hide_password=True)
+    )
 
 
 def open_engine(url: URL, read_only: bool) -> Engine:
@@ -72,13 +80,24 @@ def open_engine(url: URL, read_only: bool) -> Engine:
 
 @contextmanager
 def errors(url: URL) -> Iterator[None]:
-    """Turns a driver's error into StoreError (this database will not do) or StoreUnavailable (not now)."""
+    """Turns a driver's error into StoreError (this database will not do) or StoreUnavailable (not now).
+
+    A broken constraint is the caller's to judge and passes as it is.
+    """
     try:
         yield
+    except IntegrityError:
+        raise
     except TimeoutError:
-        raise StoreUnavailable(f"database {show(url)}: all connections are busy; try again") from None
+        raise StoreUnavailable(
+            f"database {show(url)}: all connections are busy; try again"
+        ) from None
     except DBAPIError as error:
-        reason = str(error.orig).strip().splitlines()[0] if str(error.orig).strip() else type(error.orig).__name__
+        reason = (
+            str(error.orig).strip().splitlines()[0]
+            if str(error.orig).strip()
+            else type(error.orig).__name__
+        )
         raise _explain(reason, url, error.connection_invalidated) from error
 
 
@@ -86,7 +105,9 @@ def _explain(reason: str, url: URL, disconnected: bool) -> StoreError:
     where = f"database {show(url)}"
     low = reason.lower()
     if "not a database" in low or "malformed" in low:
-        return StoreError(f"{where} is not a usable SQLite file ({reason}); move it away, or {CHOOSE}")
+        return StoreError(
+            f"{where} is not a usable SQLite file ({reason}); move it away, or {CHOOSE}"
+        )
     if "readonly" in low or "read-only" in low or "permission denied" in low:
         return StoreError(f"{where} cannot be written ({reason}); {CHOOSE}")
     if "locking protocol" in low or "disk i/o error" in low:
@@ -97,8 +118,12 @@ def _explain(reason: str, url: URL, disconnected: bool) -> StoreError:
     if "full" in low and url.drivername == "sqlite":
         return StoreUnavailable(f"{where}: the disk is full; free space and try again")
     if "locked" in low or "busy" in low:
-        return StoreUnavailable(f"{where} is held by another writer for over {BUSY_SECONDS:.0f} s; try again")
-    if url.drivername != "sqlite" and (disconnected or "connect" in low or "shut" in low or "timeout" in low):
+        return StoreUnavailable(
+            f"{where} is held by another writer for over {BUSY_SECONDS:.0f} s; try again"
+        )
+    if url.drivername != "sqlite" and (
+        disconnected or "connect" in low or "shut" in low or "timeout" in low
+    ):
         return StoreUnavailable(f"{where} does not answer ({reason}); start it, or {CHOOSE}")
     return StoreError(f"{where}: {reason}")
 
@@ -110,7 +135,9 @@ def _sqlite_engine(target: str, pool: type[Pool], **options: Any) -> Engine:
     """``target`` is a file: URI or :memory:."""
 
     def connect() -> sqlite3.Connection:
-        connection = sqlite3.connect(target, timeout=BUSY_SECONDS, check_same_thread=False, uri=True)
+        connection = sqlite3.connect(
+            target, timeout=BUSY_SECONDS, check_same_thread=False, uri=True
+        )
         connection.isolation_level = None  # transactions are begun below, not by the driver
         connection.execute("PRAGMA foreign_keys = ON")
         connection.execute("PRAGMA synchronous = NORMAL")
@@ -150,12 +177,16 @@ def _require_writable(path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise StoreError(f"database folder {path.parent} cannot be made ({error.strerror}); {CHOOSE}") from None
+        raise StoreError(
+            f"database folder {path.parent} cannot be made ({error.strerror}); {CHOOSE}"
+        ) from None
     if path.is_dir():
         raise StoreError(f"database {path} is a folder; name a file in it")
     for target in (path.parent, path):
         if target.exists() and not os.access(target, os.W_OK):
-            raise StoreError(f"database {path} cannot be written (permission denied for {target}); {CHOOSE}")
+            raise StoreError(
+                f"database {path} cannot be written (permission denied for {target}); {CHOOSE}"
+            )
 
 
 def _ready(engine: Engine, url: URL) -> bool:
@@ -174,9 +205,13 @@ def _file_lock(path: Path) -> Iterator[None]:
     try:
         lock.acquire()
     except Timeout:
-        raise StoreUnavailable(f"database {path} is being migrated by another process; try again") from None
+        raise StoreUnavailable(
+            f"database {path} is being migrated by another process; try again"
+        ) from None
     except (OSError, NotImplementedError) as error:
-        raise StoreError(f"{path}.lock cannot be locked ({error}), as on NFS; keep it on a local disk: {CHOOSE}") from None
+        raise StoreError(
+            f"{path}.lock cannot be locked ({error}), as on NFS; keep it on a local disk: {CHOOSE}"
+        ) from None
     try:
         yield
     finally:
@@ -219,9 +254,17 @@ def _migrate_sqlite(engine: Engine, path: Path, url: URL) -> None:
             return
         tables = inspect(connection).get_table_names()
         if version is None and tables:
-            raise StoreError(f"database {path} holds another program's tables ({tables[0]}, ...); {CHOOSE}")
+            raise StoreError(
+                f"database {path} holds another program's tables ({tables[0]}, ...); {CHOOSE}"
+            )
         if version is not None:
-            log.warning("database %s: schema %s becomes %s; backup in %s", path, version, migrate.HEAD, _backup(path, version))
+            log.warning(
+                "database %s: schema %s becomes %s; backup in %s",
+                path,
+                version,
+                migrate.HEAD,
+                _backup(path, version),
+            )
         migrate.upgrade(connection)
 
 
@@ -254,7 +297,9 @@ def _open_sqlite_read_only(path: Path, url: URL) -> Engine:
             continue
         if not ready:
             engine.dispose()
-            raise StoreError(f"database {path} has an older schema or none; open it once for writing")
+            raise StoreError(
+                f"database {path} has an older schema or none; open it once for writing"
+            )
         return engine
     assert failure is not None
     raise failure
@@ -283,10 +328,25 @@ def _prepare_postgres(engine: Engine, url: URL, read_only: bool) -> None:
             f"database {show(url)} has schema {version}, this release needs {migrate.HEAD}; "
             "stop its users and run: python -m tuner.results upgrade --db URL"
         )
-    upgrade_postgres(engine)
+    _upgrade_postgres(engine)
 
 
-def upgrade_postgres(engine: Engine) -> None:
+def upgrade(database: str | os.PathLike[str] | None) -> str:
+    """Bring a database's schema to this release's on request; answers its name. The only way for PostgreSQL."""
+    url = resolve_url(database)
+    if url.drivername == "sqlite":
+        open_engine(url, read_only=False).dispose()
+        return show(url)
+    engine = _postgres_engine(url)
+    try:
+        with errors(url):
+            _upgrade_postgres(engine)
+    finally:
+        engine.dispose()
+    return show(url)
+
+
+def _upgrade_postgres(engine: Engine) -> None:
     """Migrate under an advisory lock, so that several servers may start on one empty database."""
     with engine.begin() as connection:
         connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('dash_schema'))"))

@@ -22,7 +22,9 @@ def current_version(connection: Connection) -> str | None:
     """The schema's revision, or None where there is none yet."""
     if not inspect(connection).has_table(VERSION_TABLE):
         return None
-    version: str | None = connection.execute(text(f"SELECT version_num FROM {VERSION_TABLE}")).scalar()
+    version: str | None = connection.execute(
+        text(f"SELECT version_num FROM {VERSION_TABLE}")
+    ).scalar()
     return version
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime, timezone
-from typing import Any
+from typing import Any, ClassVar
 
 from sqlalchemy import JSON, BigInteger, DateTime, Dialect, ForeignKey, Index, Integer, String, Text
 from sqlalchemy import UniqueConstraint as Unique
@@ -28,7 +28,11 @@ class UtcDateTime(TypeDecorator[datetime]):
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         if value is None:
             return None
-        return value.replace(tzinfo=timezone.utc) if value.tzinfo is None else value.astimezone(timezone.utc)
+        return (
+            value.replace(tzinfo=timezone.utc)
+            if value.tzinfo is None
+            else value.astimezone(timezone.utc)
+        )
 
 
 BigInt = BigInteger().with_variant(Integer(), "sqlite")
@@ -36,7 +40,7 @@ Json = JSON(none_as_null=True)
 
 
 class Base(DeclarativeBase):
-    type_annotation_map = {
+    type_annotation_map: ClassVar[dict[Any, Any]] = {
         datetime: UtcDateTime(),
         dict[str, Any]: Json,
         list[Any]: Json,
@@ -73,7 +77,9 @@ class Result(Base):
     __tablename__ = "dash_results"
     __table_args__ = (
         Unique("run_id", "config_hash", name="dash_results_run_config"),
-        Index("dash_results_cell", "gpu", "source", "status", "mask", "head_dim", "dtype", "seq_len"),
+        Index(
+            "dash_results_cell", "gpu", "source", "status", "mask", "head_dim", "dtype", "seq_len"
+        ),
         Index("dash_results_created", "created_at"),
         {"sqlite_autoincrement": True},
     )
@@ -133,7 +139,10 @@ class ReleaseTable(Base):
     """A frozen lookup table. Never updated."""
 
     __tablename__ = "dash_releases"
-    __table_args__ = (Unique("gpu", "name", name="dash_releases_gpu_name"), {"sqlite_autoincrement": True})
+    __table_args__ = (
+        Unique("gpu", "name", name="dash_releases_gpu_name"),
+        {"sqlite_autoincrement": True},
+    )
 
     id: Mapped[int] = mapped_column(BigInt, primary_key=True)
     gpu: Mapped[str] = mapped_column(String(64))

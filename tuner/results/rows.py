@@ -172,7 +172,9 @@ class ResultRow:
             object.__setattr__(self, "config_hash", value)
 
     @classmethod
-    def of(cls, problem: Problem, config: Config, *, gpu: str, status: str = "ok", **values: Any) -> ResultRow:
+    def of(
+        cls, problem: Problem, config: Config, *, gpu: str, status: str = "ok", **values: Any
+    ) -> ResultRow:
         """The row of ``config`` on ``problem``; ``values`` are any of the other columns."""
         return cls(
             gpu=gpu,
@@ -195,10 +197,21 @@ class ResultRow:
         return asdict(self)
 
 
-_CLEANED = (
-    "config error tflops ms ms_low ms_high samples speedup_vs_baseline max_abs_error rel_error budget telemetry"
-    " predicted"
-).split()
+_CLEANED = [
+    "config",
+    "error",
+    "tflops",
+    "ms",
+    "ms_low",
+    "ms_high",
+    "samples",
+    "speedup_vs_baseline",
+    "max_abs_error",
+    "rel_error",
+    "budget",
+    "telemetry",
+    "predicted",
+]
 CONFIG_COLUMNS = ("backend", "schedule", "policy", "block_m", "block_n")
 
 
@@ -275,5 +288,7 @@ def _aware(instance: Any, *names: str) -> None:
         if value is None:
             continue
         if value.tzinfo is None:
-            raise ValueError(f"{name} {value.isoformat()} has no time zone; write it with Z or an offset")
+            raise ValueError(
+                f"{name} {value.isoformat()} has no time zone; write it with Z or an offset"
+            )
         object.__setattr__(instance, name, value.astimezone(timezone.utc))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 from sqlalchemy import Connection, Engine, Select, func, insert, select, text, update
@@ -29,6 +29,8 @@ RUN_FIELDS = tuple(f.name for f in fields(RunInfo))
 ROW_FIELDS = tuple(f.name for f in fields(ResultRow) if f.name != "run_uuid")
 RELEASE_FIELDS = tuple(f.name for f in fields(Release))
 ANY = ResultFilter()
+REMEMBERED = 256  # answers kept in memory
+T = TypeVar("T")
 
 
 class Store:
@@ -42,7 +44,7 @@ class Store:
         self.read_only = read_only
         self._engine = engine
         self._writer = engine.execution_options(write=True)
-        self._winners: dict[tuple[Any, ...], list[Cell]] = {}
+        self._remembered: dict[Any, Any] = {}
 
     @classmethod
     def open(cls, url: str | os.PathLike[str] | None = None, read_only: bool = False) -> Store:
@@ -96,12 +98,20 @@ class Store:
     def add_many(self, run_id: int, rows: Sequence[ResultRow]) -> list[int]:
         """Append rows in one transaction; ids as :meth:`add` answers them."""
         with self._write() as connection:
-            if connection.scalar(select(Run.id).where(Run.id == run_id)) is None:
+            gpu = connection.scalar(select(Run.gpu).where(Run.id == run_id))
+            if gpu is None:
                 raise StoreError(f"database {self.where} has no run {run_id}; start one first")
+            other = next((row.gpu for row in rows if row.gpu != gpu), None)
+            if other is not None:
+                raise StoreError(
+                    f"run {run_id} is of {gpu}; a row of {other} belongs to a run of its own"
+                )
             return [self._append(connection, run_id, row) for row in rows]
 
     def _append(self, connection: Connection, run_id: int, row: ResultRow) -> int:
-        same = select(Result.id).where(Result.run_id == run_id, Result.config_hash == row.config_hash)
+        same = select(Result.id).where(
+            Result.run_id == run_id, Result.config_hash == row.config_hash
+        )
         known = connection.scalar(same)
         if known is not None:
             return int(known)
@@ -110,8 +120,11 @@ class Store:
         try:
             with connection.begin_nested():
                 return _inserted(connection.execute(insert(Result).values(**values)))
-        except IntegrityError:  # another writer of this run came first; PostgreSQL only
-            return int(connection.execute(same).scalar_one())
+        except IntegrityError:  # on PostgreSQL another writer of this run may have come first
+            known = connection.scalar(same)
+            if known is None:
+                raise
+            return int(known)
 
     def runs(self, gpu: str | None = None) -> list[RunInfo]:
         """Runs in the order of their ids."""
@@ -156,6 +169,18 @@ class Store:
         with self._read() as connection:
             return [ResultRow(**row._mapping) for row in connection.execute(query)]
 
+    def hashes_of_run(self, run_id: int) -> set[str]:
+        with self._read() as connection:
+            return set(
+                connection.scalars(select(Result.config_hash).where(Result.run_id == run_id))
+            )
+
+    def rows_by_run(self) -> dict[str, int]:
+        """Number of rows by the run's uuid, for runs that have any."""
+        query = select(Run.uuid, func.count(Result.id)).join(Result).group_by(Run.uuid)
+        with self._read() as connection:
+            return {uuid: int(rows) for uuid, rows in connection.execute(query)}
+
     def count(self, filters: ResultFilter = ANY) -> int:
         with self._read() as connection:
             return int(connection.scalar(_matching(select(func.count(Result.id)), filters)) or 0)
@@ -163,7 +188,12 @@ class Store:
     # -- winners ----------------------------------------------------------------------------------------------------
 
     def winners(
-        self, gpu: str, filters: ResultFilter = ANY, *, source: str = "measured", until_id: int | None = None
+        self,
+        gpu: str,
+        filters: ResultFilter = ANY,
+        *,
+        source: str = "measured",
+        until_id: int | None = None,
     ) -> list[Cell]:
         """The winners of each cell (see ``tuner.winners``), remembered until the database has a newer row.
 
@@ -171,15 +201,28 @@ class Store:
         """
         last = self.last_result_id()
         until_id = last if until_id is None else min(until_id, last)
-        key = (until_id, gpu, filters, source)
-        if key not in self._winners:
-            if len(self._winners) >= 64:
-                self._winners = {}
-            self._winners[key] = winners(self.candidates(gpu, filters, source=source, until_id=until_id))
-        return self._winners[key]
+        return self.remember(
+            ("winners", gpu, filters, source, until_id),
+            lambda: winners(self.candidates(gpu, filters, source=source, until_id=until_id)),
+        )
+
+    def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
+        """``compute()``, kept for the next call with this key. A key names the state of the database it is true for."""
+        if key not in self._remembered:
+            value = compute()
+            if len(self._remembered) >= REMEMBERED:
+                self._remembered = {}
+            self._remembered[key] = value
+            return value
+        return cast(T, self._remembered[key])
 
     def candidates(
-        self, gpu: str, filters: ResultFilter = ANY, *, source: str = "measured", until_id: int | None = None
+        self,
+        gpu: str,
+        filters: ResultFilter = ANY,
+        *,
+        source: str = "measured",
+        until_id: int | None = None,
     ) -> list[tuple[ResultRow, str]]:
         """Rows that decide who wins, each with the name of its sweep (environment and measurement policy)."""
         query = _rows().add_columns((Run.environment_key + ":" + Run.policy_key).label("sweep"))
@@ -199,24 +242,34 @@ class Store:
     def gpus(self) -> list[str]:
         """GPUs that have rows."""
         with self._read() as connection:
-            return list(connection.scalars(select(Run.gpu).distinct().order_by(Run.gpu)))
+            has_rows = select(Result.id).where(Result.run_id == Run.id).exists()
+            return list(
+                connection.scalars(select(Run.gpu).where(has_rows).distinct().order_by(Run.gpu))
+            )
 
     # -- releases ---------------------------------------------------------------------------------------------------
 
     def add_release(self, release: Release) -> Release:
         """Store an immutable lookup table and answer it with its number. A name may be used once a GPU."""
         values = {name: getattr(release, name) for name in RELEASE_FIELDS if name != "id"}
-        values |= {"overall": finite(release.overall), "created_at": release.created_at or utc_now()}
+        values |= {
+            "overall": finite(release.overall),
+            "created_at": release.created_at or utc_now(),
+        }
         try:
             with self._write() as connection:
                 number = _inserted(connection.execute(insert(ReleaseTable).values(**values)))
         except IntegrityError:
-            raise StoreError(f"release {release.name!r} of {release.gpu} exists; releases are immutable") from None
+            raise StoreError(
+                f"release {release.name!r} of {release.gpu} exists; releases are immutable"
+            ) from None
         return replace(release, id=number, created_at=values["created_at"])
 
     def releases(self, gpu: str | None = None) -> list[Release]:
         """Releases, newest first."""
-        query = select(*(getattr(ReleaseTable, name) for name in RELEASE_FIELDS)).order_by(ReleaseTable.id.desc())
+        query = select(*(getattr(ReleaseTable, name) for name in RELEASE_FIELDS)).order_by(
+            ReleaseTable.id.desc()
+        )
         if gpu is not None:
             query = query.where(ReleaseTable.gpu == gpu)
         with self._read() as connection:
@@ -237,7 +290,7 @@ class Store:
 
     def load_shipped(self) -> int:
         """Add the measured rows that came with the package; answers how many were new. Safe to call at each start."""
-        from tuner.export import load_shipped
+        from tuner.importing import load_shipped
 
         return load_shipped(self)
 
@@ -259,16 +312,8 @@ class Store:
     def _write(self) -> Iterator[Connection]:
         if self.read_only:
             raise StoreError(f"database {self.where} was opened for reading only")
-        try:
-            with self._writer.begin() as connection:
-                yield connection
-        except IntegrityError:
-            raise
-        except StoreError:
-            raise
-        except Exception as error:
-            with database.errors(self.url):
-                raise error
+        with database.errors(self.url), self._writer.begin() as connection:
+            yield connection
 
 
 def _rows() -> Select[Any]:

@@ -1,0 +1,273 @@
+"""What leaves the database: lookup tables and releases, CSV, Parquet, and the dump that ships with the package.
+
+``tuner.importing`` reads CSV, Parquet and dumps back.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import logging
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dash_kernels.lookup import LookupTable, digest_of
+from dash_kernels.problem import Problem
+from tuner.results.rows import (
+    Release,
+    ResultFilter,
+    ResultRow,
+    RunInfo,
+    StoreError,
+    canonical,
+    utc_now,
+)
+from tuner.winners import Cell, overall
+
+if TYPE_CHECKING:
+    from tuner.results.store import Store
+
+log = logging.getLogger("dash.results")
+
+DUMP_FORMAT = 1
+TABLE_FORMAT = 1
+ROW_COLUMNS = tuple(f.name for f in fields(ResultRow) if f.name not in ("run_id", "id"))
+RUN_COLUMNS = (
+    "run_source",
+    "run_command",
+    "run_started",
+    "run_finished",
+    "environment",
+    "measurement_policy",
+)
+PROBLEM_COLUMNS = tuple(f.name for f in fields(Problem))
+JSON_COLUMNS = ("config", "samples", "telemetry", "environment", "measurement_policy")
+FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
+
+
+# -- lookup tables and releases -------------------------------------------------------------------------------------
+
+
+def lookup_table(
+    store: Store, gpu: str, release: str = "draft", *, until_id: int | None = None
+) -> dict[str, Any]:
+    """The winners of ``gpu`` as the dispatcher's lookup table, named ``release``, with its digest.
+
+    Environment and policy are those of the newest winner. Raises StoreError where nothing was measured.
+    """
+    cells = store.winners(gpu, until_id=until_id)
+    if not cells:
+        raise StoreError(
+            f"no measured winner for {gpu} in {store.where}; run dash-tune --gpu {gpu} first"
+        )
+    newest = max(
+        (winner.row for cell in cells for winner in _standings(cell)), key=lambda row: row.id or 0
+    )
+    run = next(run for run in store.runs(gpu) if run.id == newest.run_id)
+    older = sum(cell.sweep != _sweep(run) for cell in cells)
+    if older:
+        log.warning(
+            "%d of %d cells of %s come from an older environment or policy", older, len(cells), gpu
+        )
+    body = {
+        "format": TABLE_FORMAT,
+        "gpu": gpu,
+        "release": release,
+        "created": rfc3339(newest.created_at or utc_now()),
+        "environment": run.environment,
+        "measurement_policy": run.measurement_policy,
+        "baseline": "ascending",
+        "cells": [cell.to_dict() for cell in cells],
+    }
+    table: dict[str, Any] = LookupTable.from_dict(
+        body | {"digest": digest_of(body)}, f"winners of {gpu}"
+    ).to_dict()
+    return table
+
+
+def table_json(table: Mapping[str, Any]) -> str:
+    """The text of a table's file."""
+    return LookupTable.from_dict(dict(table)).to_json()
+
+
+def freeze(store: Store, gpu: str, notes: str = "", name: str | None = None) -> Release:
+    """Make the winners of now a release: numbered, immutable, named ``<gpu>-<date>`` where no name is given."""
+    last = store.last_result_id()
+    taken = {release.name for release in store.releases(gpu)}
+    if name is None:
+        day = f"{gpu}-{utc_now():%Y-%m-%d}"
+        name = next(
+            n for n in (day, *(f"{day}.{i}" for i in range(2, len(taken) + 3))) if n not in taken
+        )
+    table = lookup_table(store, gpu, name, until_id=last)
+    best = [winner.to_dict() for winner in overall(store.winners(gpu, until_id=last))]
+    return store.add_release(
+        Release(
+            gpu, name, table["digest"], table_json(table), notes, overall=best, last_result_id=last
+        )
+    )
+
+
+def _standings(cell: Cell) -> Iterable[Any]:
+    return (winner for winner in (cell.best, cell.served) if winner is not None)
+
+
+def _sweep(run: RunInfo) -> str:
+    return f"{run.environment_key}:{run.policy_key}"
+
+
+def rfc3339(time: datetime) -> str:
+    """UTC with a Z, as every exported time is written."""
+    return time.isoformat().replace("+00:00", "Z")
+
+
+# -- rows -----------------------------------------------------------------------------------------------------------
+
+
+def rows_csv(rows: Iterable[ResultRow], runs: Iterable[RunInfo] = ()) -> str:
+    """CSV with a header. With ``runs`` (``store.runs()``) each row carries its run, and the file can be imported.
+
+    A text cell that a spreadsheet would run as a formula gets an apostrophe before it.
+    """
+    out = io.StringIO()
+    by_id = {run.id: run for run in runs}
+    writer = csv.DictWriter(out, ROW_COLUMNS + (RUN_COLUMNS if by_id else ()), lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({name: _csv_cell(value) for name, value in _flat(row, by_id).items()})
+    return out.getvalue()
+
+
+def rows_parquet(rows: Iterable[ResultRow], runs: Iterable[RunInfo] = ()) -> bytes:
+    """Parquet with the columns of :func:`rows_csv`; config, samples, telemetry and environment are JSON text."""
+    import pyarrow
+    import pyarrow.parquet
+
+    by_id = {run.id: run for run in runs}
+    names = ROW_COLUMNS + (RUN_COLUMNS if by_id else ())
+    schema = pyarrow.schema([(name, _arrow_type(name)) for name in names])
+    table = pyarrow.Table.from_pylist([_flat(row, by_id) for row in rows], schema=schema)
+    sink = io.BytesIO()
+    pyarrow.parquet.write_table(table, sink, compression="zstd")
+    return sink.getvalue()
+
+
+def _flat(row: ResultRow, runs: Mapping[int | None, RunInfo]) -> dict[str, Any]:
+    values = {name: getattr(row, name) for name in ROW_COLUMNS}
+    if runs:
+        run = runs[row.run_id]
+        values |= {
+            "run_source": run.source,
+            "run_command": run.command,
+            "run_started": run.started,
+            "run_finished": run.finished,
+            "environment": run.environment,
+            "measurement_policy": run.measurement_policy,
+        }
+    return {
+        k: canonical(v) if k in JSON_COLUMNS and v is not None else v for k, v in values.items()
+    }
+
+
+def _csv_cell(value: Any) -> Any:
+    if isinstance(value, str) and value.startswith(FORMULA_STARTS):
+        return "'" + value
+    if isinstance(value, datetime):
+        return rfc3339(value)
+    return value
+
+
+def column_kind(name: str) -> str:
+    """How a flat column is written: int, float, bool, time, json or str."""
+    if name in JSON_COLUMNS:
+        return "json"
+    if name in ("run_started", "run_finished"):
+        return "time"
+    annotation = next((str(f.type) for f in fields(ResultRow) if f.name == name), "str")
+    kind = annotation.split(" | ")[0]
+    return "time" if kind == "datetime" else kind
+
+
+def _arrow_type(name: str) -> Any:
+    import pyarrow
+
+    return {
+        "int": pyarrow.int64(),
+        "float": pyarrow.float64(),
+        "bool": pyarrow.bool_(),
+        "time": pyarrow.timestamp("us", tz="UTC"),
+        "json": pyarrow.string(),
+        "str": pyarrow.string(),
+    }[column_kind(name)]
+
+
+# -- dumps ----------------------------------------------------------------------------------------------------------
+
+# What a dump leaves out, because ResultRow.of derives it again.
+_DERIVED = {"gpu", "head_group", "run_uuid"}
+_DERIVED |= {"backend", "schedule", "group_size", "policy", "block_m", "block_n"}
+DUMP_COLUMNS = tuple(name for name in ROW_COLUMNS if name not in _DERIVED)
+
+
+def dump(store: Store, gpu: str | None = None) -> dict[str, Any]:
+    """Every run with its environment and rows, compact: a config is an index into its run's ``configs``."""
+    rows: dict[int | None, list[ResultRow]] = {}
+    for row in store.results(ResultFilter(gpu=gpu), limit=None):
+        rows.setdefault(row.run_id, []).append(row)
+    runs = [_dump_run(run, rows[run.id]) for run in store.runs(gpu) if run.id in rows]
+    return {"format": DUMP_FORMAT, "kind": "dash-results", "runs": runs}
+
+
+def _dump_run(run: RunInfo, rows: Sequence[ResultRow]) -> dict[str, Any]:
+    texts = {canonical(row.config): row.config for row in rows}
+    places = {text: index for index, text in enumerate(texts)}
+    columns = [name for name in DUMP_COLUMNS if any(getattr(row, name) is not None for row in rows)]
+    return {
+        "uuid": run.uuid,
+        "gpu": run.gpu,
+        "source": run.source,
+        "command": run.command,
+        "started": run.started and rfc3339(run.started),
+        "finished": run.finished and rfc3339(run.finished),
+        "environment": run.environment,
+        "measurement_policy": run.measurement_policy,
+        "configs": list(texts.values()),
+        "columns": columns,
+        "rows": [[_dump_cell(row, name, places) for name in columns] for row in rows],
+    }
+
+
+def _dump_cell(row: ResultRow, name: str, places: Mapping[str, int]) -> Any:
+    value = getattr(row, name)
+    if name == "config":
+        return places[canonical(value)]
+    return rfc3339(value) if isinstance(value, datetime) else value
+
+
+def dump_shipped(store: Store, gpu: str, path: str | Path) -> int:
+    """Write the rows of ``gpu`` as the package ships them (``tuner/data/<gpu>.json.gz``); answers how many.
+
+    The same rows give the same bytes. Folders of the tuning machine are cut from commands and error texts.
+    """
+    data = dump(store, gpu)
+    for run in data["runs"]:
+        run["command"] = without_folders(run["command"])
+        if "error" in run["columns"]:
+            place = run["columns"].index("error")
+            for row in run["rows"]:
+                row[place] = row[place] and without_folders(row[place])
+    text = json.dumps(data, separators=(",", ":"), allow_nan=False)
+    with open(path, "wb") as raw, gzip.GzipFile("", "wb", fileobj=raw, mtime=0) as file:
+        file.write(text.encode())
+    return sum(len(run["rows"]) for run in data["runs"])
+
+
+def without_folders(text: str) -> str:
+    """``text`` with absolute paths cut to their last part."""
+    return re.sub(r"(?<![\w.:/])/(?:[\w.+@~-]+/)+", "", text)

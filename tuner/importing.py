@@ -1,0 +1,209 @@
+"""Reads rows back: dumps, CSV and Parquet as ``tuner.export`` writes them, and the rows shipped with the package.
+
+Runs are known by their uuid and a run's rows by their config, so that importing twice, or merging two databases that
+share runs, adds nothing twice.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dash_kernels.problem import Config, Problem
+from tuner.export import (
+    DUMP_COLUMNS,
+    DUMP_FORMAT,
+    FORMULA_STARTS,
+    PROBLEM_COLUMNS,
+    ROW_COLUMNS,
+    RUN_COLUMNS,
+    column_kind,
+)
+from tuner.results.rows import ResultRow, RunInfo, StoreError
+
+if TYPE_CHECKING:
+    from tuner.results.store import Store
+
+log = logging.getLogger("dash.results")
+
+REQUIRED = (*PROBLEM_COLUMNS, "gpu", "config", "status", "run_uuid", "environment")
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """How many rows were new, and how many the database had already."""
+
+    added: int
+    known: int
+
+
+def import_file(store: Store, path: str | Path) -> Imported:
+    """Merge a .csv, .parquet, .json or .json.gz file. Raises StoreError before anything is written."""
+    path = Path(path)
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StoreError(f"{path} cannot be read: {error.strerror}") from None
+    try:
+        if path.suffix == ".csv":
+            runs = _from_flat(csv.DictReader(io.StringIO(content.decode("utf-8-sig"))), _parse_csv)
+        elif path.suffix == ".parquet":
+            runs = _from_flat(_read_parquet(content), _parse_parquet)
+        elif path.suffix in (".json", ".gz"):
+            runs = parse_dump(
+                json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+            )
+        else:
+            raise StoreError(
+                f"{path}: the ending tells the format; use .csv, .parquet, .json or .json.gz"
+            )
+    except (ValueError, KeyError, TypeError, IndexError, OSError, EOFError, csv.Error) as error:
+        raise StoreError(f"{path} is not an export of dash: {error}") from error
+    return merge(store, runs)
+
+
+def merge(store: Store, runs: Iterable[tuple[RunInfo, list[ResultRow]]]) -> Imported:
+    """Add runs with their rows, one transaction a run, skipping what is there."""
+    added = known = 0
+    for run, rows in runs:
+        run_id = store.start_run(run)
+        before = store.hashes_of_run(run_id)
+        new = [row for row in rows if row.config_hash not in before]
+        store.add_many(run_id, new)
+        added, known = added + len(new), known + len(rows) - len(new)
+    return Imported(added, known)
+
+
+def load_shipped(store: Store) -> int:
+    """Merge every ``tuner/data/*.json.gz``; answers how many rows were new."""
+    counts = store.rows_by_run()
+    added = 0
+    for file in sorted(resources.files("tuner.data").iterdir(), key=lambda file: file.name):
+        if not file.name.endswith(".json.gz"):
+            continue
+        data = json.loads(gzip.decompress(file.read_bytes()))
+        data["runs"] = [
+            run for run in data["runs"] if counts.get(run["uuid"], 0) < len(run["rows"])
+        ]
+        added += merge(store, parse_dump(data)).added
+    return added
+
+
+def parse_dump(data: Any) -> list[tuple[RunInfo, list[ResultRow]]]:
+    """Runs and rows of a dump. Raises ValueError naming what is wrong with it."""
+    if not isinstance(data, dict) or data.get("kind") != "dash-results":
+        raise ValueError('no "kind": "dash-results" at its top')
+    if data.get("format") != DUMP_FORMAT:
+        raise ValueError(f"format {data.get('format')!r}; this release reads {DUMP_FORMAT}")
+    return [
+        (_run_of(run), [_row_of(run, values) for values in run["rows"]]) for run in data["runs"]
+    ]
+
+
+def _run_of(run: Mapping[str, Any]) -> RunInfo:
+    if not run.get("uuid"):
+        raise ValueError("a run has no uuid")
+    return RunInfo(
+        gpu=run["gpu"],
+        environment=run["environment"],
+        measurement_policy=run["measurement_policy"],
+        command=run["command"],
+        source=run["source"],
+        uuid=run["uuid"],
+        started=_time(run["started"]),
+        finished=_time(run["finished"]),
+    )
+
+
+def _row_of(run: Mapping[str, Any], values: list[Any]) -> ResultRow:
+    row = dict(zip(run["columns"], values, strict=True))
+    unknown = sorted(set(row) - set(DUMP_COLUMNS))
+    if unknown:
+        raise ValueError(f"unknown column {unknown[0]!r}")
+    problem = Problem(**{name: row.pop(name) for name in PROBLEM_COLUMNS})
+    config = Config.from_dict(run["configs"][row.pop("config")])
+    row["created_at"] = _time(row.get("created_at"))
+    return ResultRow.of(problem, config, gpu=run["gpu"], **row)
+
+
+def _from_flat(
+    records: Iterable[Mapping[str, Any]], parse: Any
+) -> list[tuple[RunInfo, list[ResultRow]]]:
+    runs: dict[str, tuple[RunInfo, list[ResultRow]]] = {}
+    for record in records:
+        missing = [name for name in REQUIRED if record.get(name) in (None, "")]
+        if missing:
+            raise ValueError(f"column {missing[0]!r} is missing or empty")
+        unknown = sorted(str(name) for name in set(record) - set(ROW_COLUMNS + RUN_COLUMNS))
+        if unknown:
+            raise ValueError(f"unknown column {unknown[0]!r}")
+        values = {
+            name: parse(name, value) for name, value in record.items() if value not in (None, "")
+        }
+        uuid = values.pop("run_uuid")
+        about = {name: values.pop(name, None) for name in RUN_COLUMNS}
+        problem = Problem(**{name: values.pop(name) for name in PROBLEM_COLUMNS})
+        config = Config.from_dict(values.pop("config"))
+        derived = (
+            "head_group",
+            "backend",
+            "schedule",
+            "group_size",
+            "policy",
+            "block_m",
+            "block_n",
+        )
+        row = ResultRow.of(problem, config, **{k: v for k, v in values.items() if k not in derived})
+        if uuid not in runs:
+            info = RunInfo(
+                gpu=row.gpu,
+                environment=about["environment"],
+                measurement_policy=about["measurement_policy"] or {},
+                command=about["run_command"] or "",
+                source=about["run_source"] or row.source,
+                uuid=uuid,
+                started=about["run_started"],
+                finished=about["run_finished"],
+            )
+            runs[uuid] = (info, [])
+        runs[uuid][1].append(row)
+    return list(runs.values())
+
+
+def _read_parquet(content: bytes) -> list[dict[str, Any]]:
+    import pyarrow.parquet
+
+    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
+    return rows
+
+
+def _parse_parquet(name: str, value: Any) -> Any:
+    return json.loads(value) if column_kind(name) == "json" else value
+
+
+def _parse_csv(name: str, text: str) -> Any:
+    kind = column_kind(name)
+    if kind == "int":
+        return int(text)
+    if kind == "float":
+        return float(text)
+    if kind == "bool":
+        return {"True": True, "False": False}[text]
+    if kind == "time":
+        return _time(text)
+    if kind == "json":
+        return json.loads(text)
+    return text[1:] if text[0] == "'" and text[1:].startswith(FORMULA_STARTS) else text
+
+
+def _time(text: str | None) -> datetime | None:
+    return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None

@@ -1,0 +1,171 @@
+"""The question behind ``/best`` and ``dash-tune show``: which config for this mask and head_dim."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from tuner.results.rows import Release, ResultFilter
+from tuner.results.store import Store
+from tuner.winners import overall
+
+DRAFT = "draft"
+
+
+class NotMeasured(LookupError):
+    """Nothing answers this question; the message says what is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What is asked. ``release`` is a number, a name, ``draft`` for the rows as they are now, or None: the newest
+    release of the GPU, and where it has none the rows as they are now.
+
+    Without ``heads`` and ``heads_kv`` the head group is 1. Mask, head_dim, dtype and head group must agree exactly;
+    ``seq_len``, ``batch`` and ``heads`` are matched to the nearest.
+    """
+
+    gpu: str
+    mask: str
+    head_dim: int
+    dtype: str = "bfloat16"
+    seq_len: int | None = None
+    batch: int | None = None
+    heads: int | None = None
+    heads_kv: int | None = None
+    direction: str = "backward"
+    source: str = "measured"
+    release: int | str | None = None
+
+    @property
+    def head_group(self) -> int:
+        return self.heads // self.heads_kv if self.heads and self.heads_kv else 1
+
+
+def best(store: Store, question: Question) -> dict[str, Any]:
+    """``{gpu, mask, ..., release, matched, best, by_seq_len}``, JSON-ready.
+
+    ``by_seq_len`` maps each measured seq len to the config to serve there, with its shape, and under ``fastest`` the
+    best config of all where that one needs ``allow_resident``. ``best`` is the one config with the highest geometric
+    mean over the seq lens; with ``seq_len`` it is the entry of that seq len or of the nearest. Raises NotMeasured.
+    """
+    release = _release(store, question)
+    state = release.id if release else f"rows-{store.last_result_id()}"
+    return store.remember((question, state), lambda: _answer(store, question, release))
+
+
+def _release(store: Store, question: Question) -> Release | None:
+    wanted = question.release
+    if wanted == DRAFT or question.source != "measured":
+        return None
+    if wanted is None:
+        return store.get_release(gpu=question.gpu)
+    if isinstance(wanted, int) or wanted.isdecimal():
+        found = store.get_release(int(wanted), question.gpu)
+    else:
+        found = next((r for r in store.releases(question.gpu) if r.name == wanted), None)
+    if found is None:
+        names = ", ".join(f"{r.id} ({r.name})" for r in store.releases(question.gpu)) or "none"
+        raise NotMeasured(f"release {wanted} of {question.gpu} does not exist; there is {names}")
+    return found
+
+
+def _answer(store: Store, q: Question, release: Release | None) -> dict[str, Any]:
+    kind: dict[str, Any] = {
+        "mask": q.mask,
+        "head_dim": q.head_dim,
+        "dtype": q.dtype,
+        "direction": q.direction,
+    }
+    kind["head_group"] = q.head_group
+    if release is None:
+        live = store.winners(q.gpu, ResultFilter(**kind), source=q.source)
+        cells = [cell.to_dict() for cell in live]
+        chosen = _chosen(cells, q)
+        shapes = {_shape(cell) for cell in chosen.values()}
+        whole = [o.to_dict() for o in overall([c for c in live if _shape(c.to_dict()) in shapes])]
+    else:
+        cells = [
+            c for c in release.to_dict()["cells"] if all(c[name] == v for name, v in kind.items())
+        ]
+        chosen = _chosen(cells, q)
+        whole = [o for o in release.overall if all(o[name] == v for name, v in kind.items())]
+    if not chosen:
+        raise NotMeasured(_what_is_measured(store, q, release))
+    named = {"gpu": q.gpu, "release": release.name if release else None}
+    by_seq_len = {str(s): _entry(chosen[s], q, named) for s in sorted(chosen)}
+    if q.seq_len is None:
+        top = {**named, "matched": "exact", **whole[0]} if whole else None
+    else:
+        nearest = min(chosen, key=lambda s: (abs(math.log(s / q.seq_len)), s))  # type: ignore[operator]
+        by_seq_len = {str(nearest): by_seq_len[str(nearest)]}
+        top = by_seq_len[str(nearest)]
+    return {
+        **named,
+        **kind,
+        "source": q.source,
+        "release_id": release.id if release else None,
+        "matched": top["matched"] if top else None,
+        "best": top,
+        "by_seq_len": by_seq_len,
+    }
+
+
+def _chosen(cells: list[dict[str, Any]], q: Question) -> dict[int, dict[str, Any]]:
+    """One cell a seq len: nearest in heads and batch where they are asked for, square, with the most work."""
+
+    def preference(cell: dict[str, Any]) -> tuple[float, ...]:
+        heads = abs(math.log(cell["heads"] / q.heads)) if q.heads else 0.0
+        batch = abs(math.log(cell["batch"] / q.batch)) if q.batch else 0.0
+        work = cell["batch"] * cell["heads"]
+        return (
+            heads + batch,
+            cell["seq_len_kv"] != cell["seq_len"],
+            -work,
+            -cell["heads"],
+            cell["seq_len_kv"],
+        )
+
+    chosen: dict[int, dict[str, Any]] = {}
+    for cell in sorted((c for c in cells if c["served"]), key=preference):
+        chosen.setdefault(cell["seq_len"], cell)
+    return chosen
+
+
+def _shape(cell: dict[str, Any]) -> tuple[int, ...]:
+    return cell["seq_len"], cell["seq_len_kv"], cell["batch"], cell["heads"]
+
+
+def _entry(cell: dict[str, Any], q: Question, named: dict[str, Any]) -> dict[str, Any]:
+    asked = {"seq_len": q.seq_len, "batch": q.batch, "heads": q.heads}
+    exact = all(value in (None, cell[name]) for name, value in asked.items())
+    served, fastest = cell["served"], cell["best"]
+    return {
+        **named,
+        **{name: cell[name] for name in ("seq_len", "seq_len_kv", "batch", "heads")},
+        "matched": "exact" if exact else "nearest",
+        **served,
+        "fastest": fastest if fastest and fastest["config"] != served["config"] else None,
+    }
+
+
+def _what_is_measured(store: Store, q: Question, release: Release | None) -> str:
+    """One line: what was asked for, and which kinds of cell there are."""
+    if release is None:
+        cells = [cell.to_dict() for cell in store.winners(q.gpu, source=q.source)]
+    else:
+        cells = release.to_dict()["cells"]
+    kinds = sorted(
+        {
+            (c["mask"], c["head_dim"], c["dtype"], c["head_group"], c["direction"])
+            for c in cells
+            if c["served"]
+        }
+    )
+    known = (
+        "; ".join(f"{m} d={d} {t} head group {g} {way}" for m, d, t, g, way in kinds)
+        or "nothing yet"
+    )
+    asked = f"{q.mask} d={q.head_dim} {q.dtype} head group {q.head_group} {q.direction}"
+    return f"{q.gpu} has no {q.source} winner for {asked}; it has: {known}"

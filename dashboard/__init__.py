@@ -1,0 +1,1 @@
+"""Pages over the results: pure figure builders, page models, templates."""

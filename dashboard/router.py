@@ -1,0 +1,232 @@
+"""Routes of the pages: the dashboard, its figures as JSON, its static files. Thin: read, build, answer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import plotly
+from fastapi import APIRouter, HTTPException, Request, Response
+from fastapi.responses import FileResponse
+from fastapi.templating import Jinja2Templates
+
+from dashboard import figures, gantt, model, views
+from dashboard import filters as state
+from dashboard.filters import Filters
+from dashboard.palette import theme_named
+from dashboard.points import Point
+from dashboard.snapshot import Snapshot, Snapshots
+from tuner.results.rows import STATUSES, ResultFilter
+from tuner.results.store import Store
+
+HERE = Path(__file__).parent
+PLOTLY = Path(plotly.__file__).parent / "package_data" / "plotly.min.js"
+STATIC = {
+    "app.css": "text/css",
+    "app.js": "text/javascript",
+    "theme.js": "text/javascript",
+    "docs.js": "text/javascript",
+    "favicon.svg": "image/svg+xml",
+}
+SHOWN_FAILURES = 12
+
+
+def templates_with(base: Callable[[Request], str]) -> Jinja2Templates:
+    """Templates that know the prefix under which the pages are reached."""
+    templates = Jinja2Templates(
+        directory=HERE / "templates",
+        context_processors=[
+            lambda request: {
+                "base": base(request),
+                "home": base(request) or "./",
+                "version": asset_version(),
+                "plotly_version": plotly.__version__,
+            }
+        ],
+    )
+    templates.env.filters["kind_class"] = views.kind_class
+    return templates
+
+
+def prefix(request: Request) -> str:
+    """``/dash/`` where the server was told its prefix; else empty: relative links, right under any proxy."""
+    root = str(request.scope.get("root_path", "")).rstrip("/")
+    return f"{root}/" if root else ""
+
+
+@lru_cache(maxsize=1)
+def asset_version() -> str:
+    """Changes whenever a static file does, so that browsers may keep them for long."""
+    digest = hashlib.sha256()
+    for name in STATIC:
+        digest.update((HERE / "static" / name).read_bytes())
+    return digest.hexdigest()[:10]
+
+
+class Board:
+    """What the pages read from the store."""
+
+    def __init__(self, store: Store, snapshots: Snapshots, default_gpu: str | None = None) -> None:
+        self.store, self.snapshots, self.preferred = store, snapshots, default_gpu
+
+    def gpus(self) -> list[str]:
+        """GPUs with rows, the default one first."""
+        found = self.store.gpus()
+        first = self.default_gpu(found)
+        return sorted(found, key=lambda gpu: (gpu != first, gpu))
+
+    def default_gpu(self, found: list[str]) -> str | None:
+        """The preferred one where it has rows, else the one of the newest release, else one that was measured."""
+        if self.preferred in found:
+            return self.preferred
+        release = self.store.get_release()
+        if release is not None and release.gpu in found:
+            return release.gpu
+        measured = [gpu for gpu in found if self.snapshots.of(gpu).cells]
+        return (measured or found or [None])[0]
+
+    def basis(self, gpu: str) -> Snapshot:
+        """Measured where anything was; else what the model predicts; else what was compiled."""
+        for source in ("measured", "modelled", "compiled"):
+            snapshot = self.snapshots.of(gpu, source)
+            if snapshot.cells or snapshot.compiled:
+                return snapshot
+        return self.snapshots.of(gpu)
+
+    def view(self, request: Request) -> tuple[list[str], Snapshot | None, Filters, list[str]]:
+        """(GPUs, snapshot, settled filters, notices) of a request; no snapshot where there are no rows."""
+        filters, notices = state.read(request.query_params.multi_items())
+        gpus = self.gpus()
+        if not gpus:
+            return gpus, None, filters, notices
+        gpu = filters.gpu or gpus[0]
+        if gpu not in gpus:
+            notices.append(f"No rows of GPU {gpu[:40]!r}; there are rows of {', '.join(gpus)}.")
+            gpu = gpus[0]
+        snapshot = self.basis(gpu)
+        filters = Filters(**{**vars(filters), "gpu": gpu})
+        filters, more = state.settle(filters, state.options(snapshot.cells), snapshot.cells)
+        return gpus, snapshot, filters, [*notices, *more]
+
+    def report(self, gpu: str, run_id: int | None) -> tuple[views.RunReport | None, list[tuple[int, str]]]:
+        """The asked run, or the newest, and all runs of the GPU, newest first."""
+        runs = sorted(self.store.runs(gpu), key=lambda run: -(run.id or 0))
+        if not runs:
+            return None, []
+        shown = next((run for run in runs if run.id == run_id), runs[0])
+        counts = {
+            status: count
+            for status in STATUSES
+            if (count := self.store.count(ResultFilter(run_id=shown.id, status=status)))
+        }
+        failures: list[dict[str, str]] = []
+        for status in [s for s in counts if s != "ok"]:
+            rows = self.store.results(ResultFilter(run_id=shown.id, status=status), limit=SHOWN_FAILURES)
+            failures += [
+                {
+                    "status": row.status,
+                    "label": f"{row.mask} d {row.head_dim}, {row.seq_len}: {row.to_config().label()}",
+                    "error": (row.error or "no message").splitlines()[0],
+                }
+                for row in rows
+            ]
+        report = views.RunReport(
+            run_id=shown.id or 0,
+            started=f"{shown.started:%Y-%m-%d %H:%M} UTC" if shown.started else "an unknown time",
+            command=shown.command,
+            source=shown.source,
+            counts=counts,
+            failures=failures[: 2 * SHOWN_FAILURES],
+        )
+        return report, [(run.id or 0, run.source) for run in runs]
+
+    def points(self, snapshot: Snapshot, filters: Filters) -> list[Point]:
+        """What the curves draw: the shown slice, one shape a seq_len, with predictions when asked for."""
+        snapshots = [snapshot]
+        if filters.predicted and snapshot.source != "modelled":
+            snapshots.append(self.snapshots.of(snapshot.gpu, "modelled"))
+        drawn: list[Point] = []
+        for part in snapshots:
+            cells = views.one_a_length(state.of_slice(part.cells, filters))
+            shapes = {(c.seq_len, c.seq_len_kv, c.batch, c.heads) for c in cells}
+            drawn += [
+                p
+                for p in state.of_slice(part.points, filters)
+                if (p.seq_len, p.seq_len_kv, p.batch, p.heads) in shapes
+            ]
+        return drawn
+
+    def compiled(self, snapshot: Snapshot, filters: Filters) -> list[Point]:
+        """Every configuration compiled for the shown mask and head_dim, whether it was timed or not."""
+        found = [*snapshot.compiled]
+        if snapshot.source != "compiled":
+            found += self.snapshots.of(snapshot.gpu, "compiled").compiled
+        return [p for p in found if (p.mask, p.head_dim) == (filters.mask, filters.head_dim)]
+
+
+def create_router(store: Store, snapshots: Snapshots, default_gpu: str | None = None) -> APIRouter:
+    """Pages over ``store``. Nothing here is part of the API's schema."""
+    router = APIRouter(include_in_schema=False)
+    board = Board(store, snapshots, default_gpu)
+    templates = templates_with(prefix)
+
+    @router.get("/")
+    def index(request: Request) -> Response:
+        gpus, snapshot, filters, notices = board.view(request)
+        if snapshot is None:
+            return templates.TemplateResponse(request, "empty.html", {"where": store.where})
+        report, runs = board.report(snapshot.gpu, filters.run)
+        if filters.run is not None and (report is None or report.run_id != filters.run):
+            notices.append(f"There is no run {filters.run} of {snapshot.gpu}; the newest is shown.")
+        release = store.get_release(gpu=snapshot.gpu)
+        page = views.build_page(
+            snapshot,
+            filters,
+            gpus=gpus,
+            notices=notices,
+            report=report,
+            runs=runs,
+            has_predicted=bool(snapshots.of(snapshot.gpu, "modelled").cells),
+            release=f"{release.id}, {release.name}" if release else None,
+        )
+        return templates.TemplateResponse(request, "index.html", {"page": page})
+
+    @router.get("/figures/{name}")
+    def figure(request: Request, name: str) -> Response:
+        theme = theme_named(request.query_params.get("theme", "light"))
+        _, snapshot, filters, _ = board.view(request)
+        if name == "gantt":
+            drawn = model.chart(filters, "shortest_first", filters.mask or "causal")
+            if drawn.simulation is None:
+                raise HTTPException(422, drawn.error)
+            return _figure(gantt.gantt_figure(drawn.kind, drawn.simulation, 1.0, theme))
+        if snapshot is None:
+            raise HTTPException(404, "nothing is stored yet; run dash-tune first")
+        if name == "speedup":
+            return _figure(figures.speedup_figure(board.points(snapshot, filters), theme))
+        if name == "tflops":
+            return _figure(figures.tflops_figure(board.points(snapshot, filters), snapshot.ceiling, theme))
+        if name == "registers":
+            return _figure(figures.registers_figure(board.compiled(snapshot, filters), theme))
+        if name == "failures":
+            report, _ = board.report(snapshot.gpu, filters.run)
+            return _figure(figures.failures_figure(report.counts if report else {}, theme))
+        raise HTTPException(404, "figures are speedup, tflops, registers, gantt and failures")
+
+    @router.get("/static/{name}")
+    def static(name: str) -> FileResponse:
+        keep = {"Cache-Control": "public, max-age=86400"}
+        if name == "plotly.min.js":
+            return FileResponse(PLOTLY, media_type="text/javascript", headers=keep)
+        if name not in STATIC:
+            raise HTTPException(404, f"there is no static file {name[:60]!r}")
+        return FileResponse(HERE / "static" / name, media_type=STATIC[name], headers=keep)
+
+    return router
+
+
+def _figure(figure: Any) -> Response:
+    return Response(figure.to_json(), media_type="application/json", headers={"Cache-Control": "no-cache"})

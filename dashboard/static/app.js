@@ -1,0 +1,120 @@
+// Draws the figures, keeps filters in the URL without reloading plotly.js, copies configs, switches the theme.
+"use strict";
+
+const systemDark = matchMedia("(prefers-color-scheme: dark)");
+const narrow = matchMedia("(max-width: 700px)");
+
+function theme() {
+  return document.documentElement.dataset.theme || (systemDark.matches ? "dark" : "light");
+}
+
+function forWidth(layout) {
+  if (!narrow.matches) return layout;
+  const ends = (layout.annotations || []).some((a) => a.name === "line-end");
+  if (!ends) return layout;
+  return {
+    ...layout,
+    annotations: layout.annotations.filter((a) => a.name !== "line-end"),
+    showlegend: true,
+    height: layout.height + 60,
+    margin: { ...layout.margin, r: 8 },
+  };
+}
+
+async function draw(box) {
+  const url = `${box.dataset.figure}&theme=${theme()}`;
+  box.dataset.drawing = url;
+  try {
+    const answer = await fetch(url);
+    const figure = await answer.json();
+    if (!answer.ok) throw new Error(figure.detail);
+    if (box.dataset.drawing !== url) return;
+    box.replaceChildren();
+    await Plotly.newPlot(box, figure.data, forWidth(figure.layout), {
+      responsive: true,
+      displayModeBar: false,
+    });
+    box.dataset.drawn = theme();
+  } catch (error) {
+    box.textContent = `This figure could not be drawn: ${error.message}`;
+    box.dataset.drawn = "failed";
+  }
+}
+
+function drawAll() {
+  document.querySelectorAll("[data-figure]").forEach(draw);
+}
+
+let latest = 0;
+
+async function show(href, push) {
+  const turn = ++latest;
+  const focused = document.activeElement && document.activeElement.id;
+  document.body.setAttribute("aria-busy", "true");
+  try {
+    const answer = await fetch(href, { headers: { Accept: "text/html" } });
+    const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+    const fresh = page.querySelector("[data-page]");
+    if (turn !== latest) return;
+    if (!answer.ok || !fresh) {
+      location.assign(href);
+      return;
+    }
+    document.querySelectorAll(".js-plotly-plot").forEach((box) => Plotly.purge(box));
+    document.querySelector("[data-page]").replaceWith(fresh);
+    document.title = page.title;
+    if (push) history.pushState(null, "", href);
+    const again = focused && document.getElementById(focused);
+    if (again) again.focus({ preventScroll: true });
+    drawAll();
+  } catch (error) {
+    location.assign(href);
+  } finally {
+    if (turn === latest) document.body.removeAttribute("aria-busy");
+  }
+}
+
+document.addEventListener("click", async (event) => {
+  const link = event.target.closest("a[data-filter]");
+  if (link && !event.metaKey && !event.ctrlKey && !event.shiftKey && event.button === 0) {
+    event.preventDefault();
+    show(link.href, true);
+    return;
+  }
+  const copy = event.target.closest("[data-copy]");
+  if (copy) {
+    const said = copy.textContent;
+    try {
+      await navigator.clipboard.writeText(copy.dataset.copy);
+      copy.textContent = "copied";
+    } catch (error) {
+      getSelection().selectAllChildren(copy.previousElementSibling || copy);
+      copy.textContent = "press Ctrl+C";
+    }
+    setTimeout(() => (copy.textContent = said), 1600);
+    return;
+  }
+  if (event.target.closest("[data-theme-switch]")) {
+    const next = theme() === "dark" ? "light" : "dark";
+    document.documentElement.dataset.theme = next;
+    try {
+      localStorage.setItem("dash-theme", next);
+    } catch (error) {
+      // The choice holds for this page only.
+    }
+    drawAll();
+  }
+});
+
+document.addEventListener("submit", (event) => {
+  const form = event.target.closest("form[data-filter]");
+  if (!form) return;
+  event.preventDefault();
+  const query = new URLSearchParams(new FormData(form));
+  show(`${location.pathname}?${query}#${form.dataset.section || ""}`, true);
+});
+
+addEventListener("popstate", () => show(location.href, false));
+systemDark.addEventListener("change", drawAll);
+narrow.addEventListener("change", drawAll);
+drawAll();

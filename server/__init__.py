@@ -1,0 +1,1 @@
+"""HTTP service over the results database: lookups, rows, curves, releases and the dashboard."""

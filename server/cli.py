@@ -1,0 +1,132 @@
+"""``dash-serve``: the results service and its dashboard."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import socket
+from typing import Annotated, NoReturn
+
+import typer
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+log = logging.getLogger("dash.server")
+
+
+@app.command()
+def serve(
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every one.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
+    db: Annotated[
+        str | None,
+        typer.Option(help="Path or URL. Default: DASH_DB, else SQLite in the user's data folder."),
+    ] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that answer.")] = 1,
+    root_path: Annotated[
+        str | None, typer.Option(help="Prefix under which a proxy offers this server, such as /dash.")
+    ] = None,
+    read_only: Annotated[bool, typer.Option(help="Open the database without writing a byte.")] = False,
+) -> None:
+    """Serve the API and the dashboard.
+
+    Settings are DASH_* variables: DASH_TOKEN allows writes, DASH_DEFAULT_GPU answers calls that name no GPU,
+    DASH_ROOT_PATH is the prefix of a proxy.
+    """
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    if db is not None:
+        os.environ["DASH_DB"] = db
+    if root_path is not None:
+        os.environ["DASH_ROOT_PATH"] = root_path
+    if read_only:
+        os.environ["DASH_READ_ONLY"] = "1"
+    where = _prepare(read_only)
+    listener = _listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    typer.echo(f"dash-serve: http://{shown}:{listener.getsockname()[1]} serves {where}", err=True)
+    _run(listener, workers)
+
+
+def _prepare(read_only: bool) -> str:
+    """Open the database once before any worker does, and load the shipped rows that it lacks."""
+    from pydantic import ValidationError
+
+    from server.settings import Settings
+    from tuner.results.store import Store, StoreError
+
+    try:
+        settings = Settings()
+    except ValidationError as error:
+        first = error.errors()[0]
+        _stop(f"DASH_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}")
+    try:
+        with Store.open(settings.db, read_only=read_only) as store:
+            if not read_only:
+                added = store.load_shipped()
+                if added:
+                    log.info("loaded %d measured rows that ship with the package", added)
+            return store.where
+    except StoreError as error:
+        _stop(str(error))
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except socket.gaierror:
+        _stop(f"host {host!r} is not an address of this machine; use 127.0.0.1 or 0.0.0.0")
+    listener = socket.socket(family, kind, protocol)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            _stop(f"port {port} of {host} is taken; choose another with --port, or 0 for a free one")
+        if error.errno == errno.EACCES:
+            _stop(f"port {port} needs more rights; choose one from 1024 up with --port")
+        _stop(f"cannot listen on {host} port {port}: {error.strerror}")
+    listener.set_inheritable(True)
+    return listener
+
+
+def _run(listener: socket.socket, workers: int) -> None:
+    import uvicorn
+    from uvicorn.supervisors import Multiprocess
+
+    config = uvicorn.Config(
+        "server.cli:application",
+        factory=True,
+        workers=workers,
+        log_level="warning",
+        timeout_graceful_shutdown=10,
+    )
+    server = uvicorn.Server(config)
+    if workers == 1:
+        server.run(sockets=[listener])
+        return
+    Multiprocess(config, target=server.run, sockets=[listener]).run()
+
+
+def application() -> object:
+    """The application of one worker, from the environment that ``serve`` prepared."""
+    from server.app import create_app
+    from server.settings import Settings
+    from tuner.results.store import Store
+
+    settings = Settings()
+    store = Store.open(settings.db, read_only=os.environ.get("DASH_READ_ONLY") == "1")
+    return create_app(store, settings)
+
+
+def _stop(line: str) -> NoReturn:
+    typer.echo(f"dash-serve: {line}", err=True)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

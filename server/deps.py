@@ -1,0 +1,68 @@
+"""What every router gets: the store, its snapshots, the settings, and the default GPU."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from dash_kernels.device import GPUS
+from dashboard.snapshot import Snapshots
+from server.errors import ApiError, invalid
+from server.settings import Settings
+from tuner.export import rfc3339
+from tuner.results.store import Store
+
+
+@dataclass(frozen=True)
+class Context:
+    """The dependencies of the routers, made once by ``create_app``."""
+
+    store: Store
+    snapshots: Snapshots
+    settings: Settings
+
+    def default_gpu(self) -> str:
+        """The setting; else the GPU of the newest release; else one with measured winners; else one with rows."""
+        if self.settings.default_gpu:
+            return self.settings.default_gpu
+        release = self.store.get_release()
+        if release is not None:
+            return release.gpu
+        found = self.store.gpus()
+        measured = [gpu for gpu in found if len(found) == 1 or self.snapshots.of(gpu).cells]
+        if not found:
+            raise ApiError(404, "nothing is measured yet; run dash-tune --gpu auto on a GPU machine, or import rows")
+        return (measured or found)[0]
+
+    def gpu(self, asked: str | None) -> str:
+        """The GPU that is meant. 422 for a name that neither the package nor the database knows."""
+        if asked is None:
+            return self.default_gpu()
+        if asked not in GPUS and asked not in self.store.gpus():
+            raise invalid("gpu", f"gpu is {asked[:60]!r}, which is not known; known: {', '.join(GPUS)}")
+        return asked
+
+
+def plain(value: Any) -> Any:
+    """JSON-ready: times as RFC 3339 in UTC, NaN and infinity as null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, datetime):
+        return rfc3339(value)
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(v) for v in value]
+    return value
+
+
+class StrictJson(JSONResponse):
+    """JSON without NaN or infinity, ever."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(plain(content), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

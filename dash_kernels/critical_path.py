@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from dash_kernels.schedules.check import turn_owners
 from dash_kernels.schedules.launch import Launch
-from dash_kernels.schedules.registry import SCHEDULES
-from dash_kernels.schedules.schedule import Schedule, Tile
+from dash_kernels.schedules.registry import fitting_launch
+from dash_kernels.schedules.schedule import Schedule, Tile, shortened
 
 
 class DeadlockError(RuntimeError):
@@ -28,7 +28,7 @@ class DeadlockError(RuntimeError):
 
 
 class GanttRow(NamedTuple):
-    """One tile: it computes until ``reduce_start - stall``, waits, reduces until ``end``."""
+    """One tile: it computes for ``c`` from ``start``, waits for its turn, reduces until ``end``."""
 
     slot: int
     head: int
@@ -79,10 +79,9 @@ def simulate(
         if not 0 <= cost < float("inf"):
             raise ValueError(f"{name} is {cost!r}; it must be a finite cost of 0 or more")
     if launch is None:
-        launch = SCHEDULES[schedule.kind].default_launch if schedule.kind in SCHEDULES else Launch()
+        launch = fitting_launch(schedule)
     turn_owners(schedule)
-    run = _Run(schedule, launch, heads, c, r, l, gantt)
-    return run.to_end(slots)
+    return _Run(schedule, launch, slots, heads, (c, r, l), gantt).to_end()
 
 
 class _Run:
@@ -97,43 +96,38 @@ class _Run:
         self,
         schedule: Schedule,
         launch: Launch,
+        slots: int,
         heads: int,
-        c: float,
-        r: float,
-        l: float,  # noqa: E741
+        costs: tuple[float, float, float],
         gantt: bool,
     ) -> None:
-        self.schedule, self.launch, self.heads = schedule, launch, heads
-        self.c, self.r, self.l = c, r, l
-        self.gantt = gantt
-        num_m = schedule.grid.num_m
-        self.arrived = [0] * (heads * num_m)
-        self.signal: list[float] = [0] * (heads * num_m)
+        self.schedule, self.launch, self.slots, self.heads = schedule, launch, slots, heads
+        self.costs, self.gantt = costs, gantt
+        num_cells = heads * schedule.grid.num_m
+        self.arrived = [0] * num_cells
+        self.signal: list[float] = [0] * num_cells
         self.waiting: dict[tuple[int, int], _Item] = {}
-        self.ended: list[tuple[float, int]] = []
-        self.rows: list[GanttRow] = []
-
-    def to_end(self, slots: int) -> Simulation:
-        order = self.launch.item_order(self.schedule)
-        tickets = self.heads * len(order)
-        self.ended = [(0, slot) for slot in range(slots)]
+        self.ended: list[tuple[float, int]] = [(0, slot) for slot in range(slots)]
         self.stalls: list[float] = [0] * slots
         self.busy: list[float] = [0] * slots
-        makespan: float = 0
-        for ticket in range(tickets):
+        self.rows: list[GanttRow] = []
+
+    def to_end(self) -> Simulation:
+        order = self.launch.item_order(self.schedule)
+        for ticket in range(self.heads * len(order)):
             if not self.ended:
-                raise self._deadlock(order, slots)
+                raise self._deadlock()
             start, slot = heapq.heappop(self.ended)
             head, position = self.launch.head_and_item(ticket, self.heads, len(order))
             self._advance(_Item(head, order[position], slot, start))
         if self.waiting:
-            raise self._deadlock(order, slots)
+            raise self._deadlock()
         makespan = max(end for end, _ in self.ended)
         work = sum(self.busy)
         self.rows.sort(key=lambda row: (row.slot, row.start))
         return Simulation(
             makespan,
-            work / (slots * makespan) if makespan else 1.0,
+            work / (self.slots * makespan) if makespan else 1.0,
             tuple(self.stalls),
             tuple(self.busy),
             tuple(self.rows),
@@ -142,7 +136,8 @@ class _Run:
     def _advance(self, started: _Item) -> None:
         """Take ``started``, and every item that its reduces let go on, as far as they get."""
         num_m = self.schedule.grid.num_m
-        c, r, l, arrived, signal = self.c, self.r, self.l, self.arrived, self.signal  # noqa: E741
+        c, r, latency = self.costs
+        arrived, signal = self.arrived, self.signal
         ready = [started]
         while ready:
             item = ready.pop()
@@ -156,7 +151,7 @@ class _Run:
                     self.waiting[cell, turn] = item
                     break
                 computed = now + c
-                reduce_start = computed if turn == 0 else max(computed, signal[cell])
+                reduce_start = max(computed, signal[cell])
                 end = reduce_start + r
                 self.stalls[item.slot] += reduce_start - computed
                 if self.gantt:
@@ -164,7 +159,7 @@ class _Run:
                     self.rows.append(GanttRow(*row))
                 now = end
                 step += 1
-                signal[cell] = end + l
+                signal[cell] = end + latency
                 arrived[cell] = turn + 1
                 woken = self.waiting.pop((cell, turn + 1), None)
                 if woken is not None:
@@ -174,7 +169,7 @@ class _Run:
                 heapq.heappush(self.ended, (now, item.slot))
             item.step, item.now = step, now
 
-    def _deadlock(self, order: Sequence[int], slots: int) -> DeadlockError:
+    def _deadlock(self) -> DeadlockError:
         """Follow waits from the lowest slot until one comes round again or leads to an item without a slot."""
         owners = turn_owners(self.schedule)
         num_m = self.schedule.grid.num_m
@@ -193,18 +188,16 @@ class _Run:
             hops.append(f"KV tile {n_block} waits at Q tile {m_block} for KV tile {awaited[0]}")
             if (item.head, owner) not in held:
                 tiles.append(awaited)
-                reason = f"which has no slot; all {slots} are taken by items that wait"
+                reason = f"which has no slot; all {self.slots} are taken by items that wait"
                 break
             item = held[item.head, owner]
         else:
             first = path.index(key)
             hops, tiles = hops[first:], tiles[first:]
             reason = "so the waits form a cycle"
-        if len(hops) > 6:
-            hops[3:-3] = [f".. {len(hops) - 6} more .."]
         return DeadlockError(
-            f"schedule {self.schedule.kind} launched {self.launch.order} on {slots} slots never ends: "
-            f"head {item.head}, {', '.join(hops)}, {reason}",
+            f"schedule {self.schedule.kind} launched {self.launch.order} on {self.slots} slots never ends: "
+            f"head {item.head}, {shortened(hops)}, {reason}",
             tiles,
         )
 

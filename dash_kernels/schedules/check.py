@@ -8,8 +8,8 @@ from itertools import groupby, pairwise
 
 from dash_kernels.schedules.launch import Launch
 from dash_kernels.schedules.pack import masked_steps
-from dash_kernels.schedules.registry import SCHEDULES
-from dash_kernels.schedules.schedule import Schedule, ScheduleError, Tile
+from dash_kernels.schedules.registry import fitting_launch
+from dash_kernels.schedules.schedule import Schedule, ScheduleError, Tile, shortened
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ def check(
     monotone, because there min_resident grows with them; without it that case raises ValueError.
     """
     if launch is None:
-        launch = SCHEDULES[schedule.kind].default_launch if schedule.kind in SCHEDULES else Launch()
+        launch = fitting_launch(schedule)
     _check_items(schedule)
     _check_visits(schedule)
     owners = turn_owners(schedule)
@@ -90,7 +90,7 @@ def _check_items(schedule: Schedule) -> None:
             owner[n_block] = item
     missing = [n_block for n_block in range(schedule.grid.num_n) if n_block not in owner]
     if missing:
-        raise ScheduleError(f"KV tiles {_some(missing)} are in no item")
+        raise ScheduleError(f"KV tiles {shortened(list(map(str, missing)))} are in no item")
 
 
 def _check_visits(schedule: Schedule) -> None:
@@ -138,7 +138,7 @@ def _check_q_tiles(schedule: Schedule, n_block: int, m_blocks: tuple[int, ...]) 
     if len(seen) < len(wanted):
         missing = [m_block for m_block in wanted if m_block not in seen]
         raise ScheduleError(
-            f"KV tile {n_block} never visits Q tile {_some(missing)}",
+            f"KV tile {n_block} never visits Q tile {shortened(list(map(str, missing)))}",
             [(n_block, m_block) for m_block in missing],
         )
 
@@ -236,11 +236,9 @@ def _cycle_error(
         f"(KV {n_block}, Q {m_block}) waits for the turn of (KV {after[0]}, Q {after[1]})"
         for (n_block, m_block), after in zip(tiles, awaited, strict=True)
     ]
-    if len(hops) > 6:
-        hops[3:-3] = [f".. {len(hops) - 6} more .."]
     return ScheduleError(
-        f"program order and turns form a cycle: {', '.join(hops)}, each of which comes after the next wait in its "
-        f"own item",
+        f"program order and turns form a cycle, each CTA waiting before the tile that the one before it awaits: "
+        f"{shortened(hops)}",
         tiles,
     )
 
@@ -265,8 +263,3 @@ def _early_wait(
             if position[before] > position[item]:
                 return schedule.visit[item][step], schedule.visit[before][before_step]
     return None
-
-
-def _some(blocks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, blocks[:8]))
-    return f"{shown} and {len(blocks) - 8} more" if len(blocks) > 8 else shown

@@ -104,3 +104,8 @@ def build(kind: str, grid: TileGrid, group: int = 1) -> Schedule:
 def default_launch(kind: str, heads: int = 1) -> Launch:
     """The launch order that fits a kind, with ``heads`` heads interleaved."""
     return Launch(find(kind).default_launch.order, heads)
+
+
+def fitting_launch(schedule: Schedule) -> Launch:
+    """The default launch of a schedule's kind; ascending for a kind that is not registered."""
+    return SCHEDULES[schedule.kind].default_launch if schedule.kind in SCHEDULES else Launch()

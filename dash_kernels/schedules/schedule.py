@@ -86,3 +86,10 @@ def from_rules(
 def rotated(tiles: range, start: int) -> list[int]:
     """``tiles`` from the one at position ``start`` to the last, then from the first up to it."""
     return [*tiles[start:], *tiles[:start]]
+
+
+def shortened(words: Sequence[str]) -> str:
+    """``words`` with commas, the middle of more than six left out: for error messages."""
+    if len(words) > 6:
+        words = [*words[:3], f".. {len(words) - 6} more ..", *words[-3:]]
+    return ", ".join(words)

@@ -62,40 +62,92 @@ GPUS: dict[str, GpuSpec] = {
     spec.name: spec
     for spec in (
         _spec(
-            "h200", (9, 0), 132, 50, 989.5, ("NVIDIA H200",),
-            "NVIDIA H200 data sheet: 1,979 TFLOPS bf16 with sparsity (SXM)", HOPPER_SXM,
+            "h200",
+            (9, 0),
+            132,
+            50,
+            989.5,
+            ("NVIDIA H200",),
+            "NVIDIA H200 data sheet: 1,979 TFLOPS bf16 with sparsity (SXM)",
+            HOPPER_SXM,
         ),
         _spec(
-            "h100", (9, 0), 132, 50, 989.5, ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
-            "NVIDIA H100 data sheet: 1,979 TFLOPS bf16 with sparsity (SXM)", HOPPER_SXM,
+            "h100",
+            (9, 0),
+            132,
+            50,
+            989.5,
+            ("NVIDIA H100 80GB HBM3", "NVIDIA H100"),
+            "NVIDIA H100 data sheet: 1,979 TFLOPS bf16 with sparsity (SXM)",
+            HOPPER_SXM,
         ),
         _spec(
-            "h800", (9, 0), 132, 50, 989.5, ("NVIDIA H800",),
-            "NVIDIA H800 data sheet: 1,979 TFLOPS bf16 with sparsity (SXM)", HOPPER_SXM,
+            "h800",
+            (9, 0),
+            132,
+            50,
+            989.5,
+            ("NVIDIA H800",),
+            "NVIDIA H800 data sheet: 1,979 TFLOPS bf16 with sparsity (SXM)",
+            HOPPER_SXM,
         ),
         _spec(
-            "h100-pcie", (9, 0), 114, 50, 756.5, ("NVIDIA H100 PCIe",),
+            "h100-pcie",
+            (9, 0),
+            114,
+            50,
+            756.5,
+            ("NVIDIA H100 PCIe",),
             "NVIDIA H100 data sheet: 1,513 TFLOPS bf16 with sparsity (PCIe)",
         ),
         _spec(
-            "a100", (8, 0), 108, 40, 312.0,
-            ("NVIDIA A100-SXM4-40GB", "NVIDIA A100-SXM4-80GB", "NVIDIA A100-PCIE-40GB", "NVIDIA A100 80GB PCIe"),
+            "a100",
+            (8, 0),
+            108,
+            40,
+            312.0,
+            (
+                "NVIDIA A100-SXM4-40GB",
+                "NVIDIA A100-SXM4-80GB",
+                "NVIDIA A100-PCIE-40GB",
+                "NVIDIA A100 80GB PCIe",
+            ),
             "NVIDIA A100 data sheet: 312 TFLOPS bf16",
         ),
         _spec(
-            "a800", (8, 0), 108, 40, 312.0, ("NVIDIA A800-SXM4-80GB", "NVIDIA A800 80GB PCIe"),
+            "a800",
+            (8, 0),
+            108,
+            40,
+            312.0,
+            ("NVIDIA A800-SXM4-80GB", "NVIDIA A800 80GB PCIe"),
             "NVIDIA A800 data sheet: 312 TFLOPS bf16",
         ),
         _spec(
-            "b200", (10, 0), 148, 126, 2250.0, ("NVIDIA B200",),
+            "b200",
+            (10, 0),
+            148,
+            126,
+            2250.0,
+            ("NVIDIA B200",),
             "NVIDIA HGX B200 data sheet: 36 PFLOPS bf16 with sparsity for eight",
         ),
         _spec(
-            "l40s", (8, 9), 142, 96, 362.0, ("NVIDIA L40S",),
+            "l40s",
+            (8, 9),
+            142,
+            96,
+            362.0,
+            ("NVIDIA L40S",),
             "NVIDIA L40S data sheet: 362.05 TFLOPS bf16, 733 with sparsity",
         ),
         _spec(
-            "rtx4090", (8, 9), 128, 72, 165.2, ("NVIDIA GeForce RTX 4090",),
+            "rtx4090",
+            (8, 9),
+            128,
+            72,
+            165.2,
+            ("NVIDIA GeForce RTX 4090",),
             "NVIDIA Ada GPU architecture whitepaper: 165.2 TFLOPS bf16 with fp32 accumulate",
         ),
     )
@@ -155,7 +207,9 @@ def nvidia_gpu_present() -> bool:
     if smi is None:
         return False
     try:
-        listing = subprocess.run([smi, "-L"], capture_output=True, text=True, timeout=10, check=False)
+        listing = subprocess.run(
+            [smi, "-L"], capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return False
     return listing.returncode == 0 and "GPU 0" in listing.stdout
@@ -195,7 +249,9 @@ def current_gpu(index: int | None = None) -> Gpu:
 
     index = torch.cuda.current_device() if index is None else index
     if not 0 <= index < torch.cuda.device_count():
-        raise NoGpuError(f"GPU index {index} does not exist; this process sees {torch.cuda.device_count()}")
+        raise NoGpuError(
+            f"GPU index {index} does not exist; this process sees {torch.cuda.device_count()}"
+        )
     return _gpu_at(index)
 
 
@@ -283,7 +339,9 @@ def ptxas_version() -> str | None:
     if path is None:
         return None
     try:
-        said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=10, check=False)
+        said = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=10, check=False
+        )
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r"\bV(\d+\.\d+\.\d+)", said.stdout)

@@ -147,7 +147,9 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     short = problem.seq_len_kv <= 2048
     block_n = 128 if dim == 64 and short else 64
     block_m = 64 if dim == 64 or short else 32
-    return Config(backend="portable", block_m=block_m, block_n=block_n, num_warps=4, signal="plain", **order)
+    return Config(
+        backend="portable", block_m=block_m, block_n=block_n, num_warps=4, signal="plain", **order
+    )
 
 
 @functools.lru_cache(maxsize=4096)
@@ -170,9 +172,16 @@ def _choose(problem: Problem, gpu: Gpu, match_batch: bool) -> Choice:
                 if cell.problem.seq_len_kv != cell.problem.seq_len:
                     where += f", seq_len_kv {cell.problem.seq_len_kv}"
                 return _answer(
-                    cell.served.config, "family" if source.family else matched, source, problem, gpu, where
+                    cell.served.config,
+                    "family" if source.family else matched,
+                    source,
+                    problem,
+                    gpu,
+                    where,
                 )
-            reason = f"table {source.release} serves a config that cannot run here: {support.reason}"
+            reason = (
+                f"table {source.release} serves a config that cannot run here: {support.reason}"
+            )
     config = default_config(problem, gpu.capability)
     support = supports(config, problem, gpu.capability)
     if not support:
@@ -180,7 +189,9 @@ def _choose(problem: Problem, gpu: Gpu, match_batch: bool) -> Choice:
     return _answer(config, "default", source, problem, gpu, f"default rule: {reason}")
 
 
-def _answer(config: Config, matched: str, source: Source, problem: Problem, gpu: Gpu, reason: str) -> Choice:
+def _answer(
+    config: Config, matched: str, source: Source, problem: Problem, gpu: Gpu, reason: str
+) -> Choice:
     from dash_kernels.device import environment
     from dash_kernels.numerics import config_key
 
@@ -232,7 +243,11 @@ def _source(gpu: str, family: str) -> Source:
             _state.sources[gpu] = source
             if source.table is not None:
                 logger.info(
-                    "%s uses lookup table %s of %s, digest %s", gpu, source.release, source.table.gpu, source.digest
+                    "%s uses lookup table %s of %s, digest %s",
+                    gpu,
+                    source.release,
+                    source.table.gpu,
+                    source.digest,
                 )
             else:
                 logger.info("%s uses the default rule: %s", gpu, source.why)
@@ -240,7 +255,10 @@ def _source(gpu: str, family: str) -> Source:
 
 
 def _find_source(gpu: str, family: str) -> Source:
-    table, allow_family = _state.table, _state.allow_family or os.environ.get("DASH_ALLOW_FAMILY") == "1"
+    table, allow_family = (
+        _state.table,
+        _state.allow_family or os.environ.get("DASH_ALLOW_FAMILY") == "1",
+    )
     named = _state.named or os.environ.get("DASH_TABLE", "")
     if table is None and named:
         table = fetch_table(named) if _is_url(named) else LookupTable.load(named)
@@ -308,4 +326,8 @@ def _write_cache(path: Path, text: bytes) -> None:
             file.write(text)
         os.replace(name, path)
     except OSError as error:
-        logger.warning("cannot cache the lookup table under %s (%s); it is fetched anew by each process", path.parent, error)
+        logger.warning(
+            "cannot cache the lookup table under %s (%s); it is fetched anew by each process",
+            path.parent,
+            error,
+        )

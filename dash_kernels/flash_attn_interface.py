@@ -44,7 +44,9 @@ def flash_attn_func(
         softcap=softcap,
     )
     if num_splits not in (0, 1):
-        raise NotImplementedError(f"num_splits is {num_splits}; this release never splits the keys: use 1")
+        raise NotImplementedError(
+            f"num_splits is {num_splits}; this release never splits the keys: use 1"
+        )
     return attention(
         q,
         k,

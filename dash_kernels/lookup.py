@@ -114,7 +114,9 @@ class LookupTable:
     def from_dict(cls, data: Any, source: str = "lookup table") -> LookupTable:
         """Validated table. Raises TableError naming ``source`` and the first thing wrong with it."""
         if not isinstance(data, dict):
-            raise TableError(f"{source}: a lookup table is a JSON object, not {type(data).__name__}")
+            raise TableError(
+                f"{source}: a lookup table is a JSON object, not {type(data).__name__}"
+            )
         if data.get("format") != FORMAT:
             raise TableError(
                 f"{source}: format is {data.get('format')!r}; this version reads format {FORMAT}: "
@@ -173,13 +175,23 @@ class LookupTable:
             lengths = abs(math.log(p.seq_len / problem.seq_len)) + abs(
                 math.log(p.seq_len_kv / problem.seq_len_kv)
             )
-            work = abs(math.log(p.batch * p.heads / (problem.batch * problem.heads))) if match_batch else 0.0
+            work = (
+                abs(math.log(p.batch * p.heads / (problem.batch * problem.heads)))
+                if match_batch
+                else 0.0
+            )
             return lengths, work, p.seq_len, p.seq_len_kv, -p.batch, -p.heads
 
         cell = min(able, key=distance)
-        same = (cell.problem.seq_len, cell.problem.seq_len_kv) == (problem.seq_len, problem.seq_len_kv)
+        same = (cell.problem.seq_len, cell.problem.seq_len_kv) == (
+            problem.seq_len,
+            problem.seq_len_kv,
+        )
         if match_batch:
-            same = same and (cell.problem.batch, cell.problem.heads) == (problem.batch, problem.heads)
+            same = same and (cell.problem.batch, cell.problem.heads) == (
+                problem.batch,
+                problem.heads,
+            )
         return cell, "exact" if same else "nearest"
 
 

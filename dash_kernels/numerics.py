@@ -17,7 +17,9 @@ from dash_kernels.problem import Config, padded_head_dim
 logger = logging.getLogger("dash_kernels")
 
 FORWARD_BACKEND = "aten-flash-varlen"
-FLOATING_POINT_FUSION = True  # set explicitly by the launcher: Triton's own default changes between releases
+FLOATING_POINT_FUSION = (
+    True  # set explicitly by the launcher: Triton's own default changes between releases
+)
 _BIT_FIELDS = ("backend", "schedule", "group", "policy", "block_m", "block_n", "num_warps")
 _ENVIRONMENT_FIELDS = ("capability", "torch", "triton", "ptxas", "kernel_hash")
 
@@ -57,7 +59,9 @@ def require_numerics(key: str, device: int | str | None = None) -> None:
         raise NumericsError(
             f"numerics key is {mine}, the checkpoint asks for {key}: gradients would differ in bits. Here: "
             f"table {source.release} ({source.digest[:12] or 'default rule'}), "
-            + ", ".join(f"{name} {value}" for name, value in software.items() if name != "kernel_hash")
+            + ", ".join(
+                f"{name} {value}" for name, value in software.items() if name != "kernel_hash"
+            )
             + ". Use the table (use_table or DASH_TABLE) and the versions that wrote the checkpoint"
         )
 
@@ -72,7 +76,9 @@ def check_ranks(group: Any = None) -> None:
 
     if not (dist.is_available() and dist.is_initialized()):
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            raise RuntimeError("torch.distributed is not initialised: call check_ranks() after init_process_group()")
+            raise RuntimeError(
+                "torch.distributed is not initialised: call check_ranks() after init_process_group()"
+            )
         return
     from dash_kernels import dispatch
 

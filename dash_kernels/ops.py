@@ -22,7 +22,8 @@ from dash_kernels.problem import Config, Problem, padded_head_dim, supports
 MAX_HEAD_DIM = 128
 ALIGNMENT = 16  # bytes: what a TMA descriptor and a 128-bit load ask of a base address and of each row stride
 _DTYPES = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_CONFIG_FIELDS = tuple(Config.__dataclass_fields__)
+_NAME_FIELDS = ("backend", "schedule", "policy", "signal", "launch_order")
+_NUMBER_FIELDS = tuple(name for name in Config.__dataclass_fields__ if name not in _NAME_FIELDS)
 
 
 def attention(
@@ -64,11 +65,16 @@ def attention(
     if not deterministic:
         _check_may_be_unordered()
         if config is not None and config.deterministic:
-            raise ValueError(f"config.policy is {config.policy!r} but deterministic=False; pin one or the other")
+            raise ValueError(
+                f"config.policy is {config.policy!r} but deterministic=False; pin one or the other"
+            )
     elif config is not None and not config.deterministic:
-        raise ValueError("config.policy is 'unordered', which is not deterministic; add deterministic=False")
+        raise ValueError(
+            "config.policy is 'unordered', which is not deterministic; add deterministic=False"
+        )
+    names, numbers = _encode(config)
     out, lse = torch.ops.dash.attention(
-        q, k, v, causal, scale, _encode(config), deterministic, allow_resident, sm_margin
+        q, k, v, causal, scale, names, numbers, deterministic, allow_resident, sm_margin
     )
     return (out, lse) if return_lse else out
 
@@ -137,7 +143,9 @@ def refuse_unsupported(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None and (isinstance(value, Tensor) or value):
             said = "a tensor" if isinstance(value, Tensor) else repr(value)
-            raise NotImplementedError(f"{name} is {said}; this release does not support {name}: leave it out")
+            raise NotImplementedError(
+                f"{name} is {said}; this release does not support {name}: leave it out"
+            )
 
 
 def window_is_causal(window_size: Any, causal: bool) -> bool:
@@ -155,16 +163,24 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; give a tensor")
         if x.ndim != 4:
-            raise ValueError(f"{name} has {x.ndim} dimensions; give (batch, seq_len, heads, head_dim)")
+            raise ValueError(
+                f"{name} has {x.ndim} dimensions; give (batch, seq_len, heads, head_dim)"
+            )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dtype not in _DTYPES:
-            raise TypeError(f"{name} is {x.dtype}; attention takes bfloat16 or float16: cast {name}")
+            raise TypeError(
+                f"{name} is {x.dtype}; attention takes bfloat16 or float16: cast {name}"
+            )
         if x.dtype != q.dtype:
             raise TypeError(f"{name} is {x.dtype} but q is {q.dtype}; give one dtype")
         if x.device != q.device:
-            raise ValueError(f"{name} is on {x.device} but q is on {q.device}; move them to one device")
+            raise ValueError(
+                f"{name} is on {x.device} but q is on {q.device}; move them to one device"
+            )
     if q.device.type not in ("cuda", "cpu"):
-        raise ValueError(f"q is on {q.device}; attention runs on CUDA tensors, and on CPU tensors by reference")
+        raise ValueError(
+            f"q is on {q.device}; attention runs on CUDA tensors, and on CPU tensors by reference"
+        )
     batch, _, heads, head_dim = q.shape
     if k.shape[0] != batch:
         raise ValueError(f"k has batch {k.shape[0]} but q has {batch}")
@@ -175,40 +191,47 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim is {head_dim}; this release runs up to {MAX_HEAD_DIM}")
     if head_dim % 8 or head_dim == 0:
-        raise ValueError(f"head_dim is {head_dim}; it must be a multiple of 8: pad q, k and v with zeros")
+        raise ValueError(
+            f"head_dim is {head_dim}; it must be a multiple of 8: pad q, k and v with zeros"
+        )
     if heads == 0 or k.shape[2] == 0 or heads % k.shape[2]:
-        raise ValueError(f"q has {heads} heads and k has {k.shape[2]}; q's must be a multiple of k's")
+        raise ValueError(
+            f"q has {heads} heads and k has {k.shape[2]}; q's must be a multiple of k's"
+        )
 
 
 def _check_may_be_unordered() -> None:
-    if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
+    if (
+        torch.are_deterministic_algorithms_enabled()
+        and not torch.is_deterministic_algorithms_warn_only_enabled()
+    ):
         raise RuntimeError(
             "deterministic=False asks for the unordered backward, but torch.use_deterministic_algorithms is on; "
             "drop one of the two"
         )
 
 
-def _encode(config: Config | None) -> str:
-    """A config as a string that a torch.library op can carry; "" means look it up."""
+def _encode(config: Config | None) -> tuple[str, list[int]]:
+    """A config as what a torch.library op can carry: its names, joined, and its numbers; empty means look it up."""
     if config is None:
-        return ""
-    return ";".join([f"{name}={getattr(config, name)}" for name in _CONFIG_FIELDS])
+        return "", []
+    names = " ".join([getattr(config, name) for name in _NAME_FIELDS])
+    return names, [getattr(config, name) for name in _NUMBER_FIELDS]
 
 
-@functools.lru_cache(maxsize=1024)
-def _decode(text: str) -> Config:
-    pairs = dict(pair.split("=", 1) for pair in text.split(";"))
-    return Config(**{name: int(value) if value.isdigit() else value for name, value in pairs.items()})  # type: ignore[arg-type]
+def _decode(names: str, numbers: list[int]) -> Config:
+    fields: dict[str, Any] = dict(zip(_NAME_FIELDS, names.split(), strict=True))
+    return Config(**fields, **dict(zip(_NUMBER_FIELDS, numbers, strict=True)))
 
 
-@torch.library.custom_op("dash::attention", mutates_args=())
-def _attention(
+def _run_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     causal: bool,
     scale: float,
-    config: str,
+    names: str,
+    numbers: list[int],
     deterministic: bool,
     allow_resident: bool,
     sm_margin: int,
@@ -222,28 +245,31 @@ def _attention(
         return out.to(q.dtype).contiguous(), lse.float()
     from dash_kernels.kernels.forward import forward
 
-    _resolve(q, k, causal, config, deterministic, allow_resident, sm_margin)
+    _resolve(q, k, causal, names, numbers, deterministic)
     with torch.cuda.device(q.device):
-        return forward(kernel_ready(q), kernel_ready(k), kernel_ready(v), causal=causal, scale=scale)
+        return forward(
+            kernel_ready(q), kernel_ready(k), kernel_ready(v), causal=causal, scale=scale
+        )
 
 
-@_attention.register_fake
-def _(
+def _fake_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     causal: bool,
     scale: float,
-    config: str,
+    names: str,
+    numbers: list[int],
     deterministic: bool,
     allow_resident: bool,
     sm_margin: int,
 ) -> tuple[Tensor, Tensor]:
-    return q.new_empty(q.shape), q.new_empty((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32)
+    return q.new_empty(q.shape), q.new_empty(
+        (q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32
+    )
 
 
-@torch.library.custom_op("dash::attention_backward", mutates_args=())
-def _attention_backward(
+def _run_attention_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -252,7 +278,8 @@ def _attention_backward(
     lse: Tensor,
     causal: bool,
     scale: float,
-    config: str,
+    names: str,
+    numbers: list[int],
     deterministic: bool,
     allow_resident: bool,
     sm_margin: int,
@@ -265,24 +292,35 @@ def _attention_backward(
         return dq, dk, dv
     from dash_kernels.kernels.launch import backward
 
-    chosen = _resolve(q, k, causal, config, deterministic, allow_resident, sm_margin)
+    chosen = _resolve(q, k, causal, names, numbers, deterministic)
     head_dim, heads_kv, group = q.shape[3], k.shape[2], q.shape[2] // k.shape[2]
     with torch.cuda.device(q.device):
         if group > 1:
             k, v = k.repeat_interleave(group, dim=2), v.repeat_interleave(group, dim=2)
         pad = padded_head_dim(head_dim) - head_dim
-        dout, q, k, v, out = (kernel_ready(F.pad(x, (0, pad)) if pad else x) for x in (dout, q, k, v, out))
+        dout, q, k, v, out = (
+            kernel_ready(F.pad(x, (0, pad)) if pad else x) for x in (dout, q, k, v, out)
+        )
         dq, dk, dv = backward(
-            dout, q, k, v, out, lse.contiguous(),
-            config=chosen, causal=causal, scale=scale, allow_resident=allow_resident, sm_margin=sm_margin,
+            dout,
+            q,
+            k,
+            v,
+            out,
+            lse.contiguous(),
+            config=chosen,
+            causal=causal,
+            scale=scale,
+            allow_resident=allow_resident,
+            sm_margin=sm_margin,
         )
         if group > 1:
             dk, dv = sum_groups(dk, heads_kv), sum_groups(dv, heads_kv)
-        return tuple(grad[..., :head_dim].contiguous() for grad in (dq, dk, dv))  # type: ignore[return-value]
+        dq, dk, dv = (grad[..., :head_dim].contiguous() for grad in (dq, dk, dv))
+        return dq, dk, dv
 
 
-@_attention_backward.register_fake
-def _(
+def _fake_attention_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -291,7 +329,8 @@ def _(
     lse: Tensor,
     causal: bool,
     scale: float,
-    config: str,
+    names: str,
+    numbers: list[int],
     deterministic: bool,
     allow_resident: bool,
     sm_margin: int,
@@ -310,26 +349,39 @@ def _differentiate(ctx: Any, dout: Tensor, _dlse: Tensor | None) -> tuple[Tensor
     if torch.is_grad_enabled():
         _refuse_double_backward()
     grads = torch.ops.dash.attention_backward(dout, *ctx.saved_tensors, *ctx.options)
-    wanted = [grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True)]
+    wanted = [
+        grad if need else None for grad, need in zip(grads, ctx.needs_input_grad[:3], strict=True)
+    ]
     return (*wanted, *(None for _ in ctx.options))
 
 
 def _refuse_double_backward(*_: Any) -> Any:
-    raise RuntimeError("attention has no second derivative: double backward (create_graph=True) is not supported")
+    raise RuntimeError(
+        "attention has no second derivative: double backward (create_graph=True) is not supported"
+    )
 
 
-_attention.register_autograd(_differentiate, setup_context=_save)
-_attention_backward.register_autograd(_refuse_double_backward)
+def _register() -> None:
+    forward: Any = torch.library.custom_op("dash::attention", _run_attention, mutates_args=())
+    forward.register_fake(_fake_attention)
+    forward.register_autograd(_differentiate, setup_context=_save)
+    backward: Any = torch.library.custom_op(
+        "dash::attention_backward", _run_attention_backward, mutates_args=()
+    )
+    backward.register_fake(_fake_attention_backward)
+    backward.register_autograd(_refuse_double_backward)
+
+
+_register()
 
 
 def _resolve(
     q: Tensor,
     k: Tensor,
     causal: bool,
-    config: str,
+    names: str,
+    numbers: list[int],
     deterministic: bool,
-    allow_resident: bool,
-    sm_margin: int,
 ) -> Config:
     """The config that the backward of these shapes runs. Raises ValueError when a pinned one cannot."""
     from dash_kernels import dispatch
@@ -346,9 +398,9 @@ def _resolve(
         heads_kv=k.shape[2],
         seq_len_kv=k.shape[1],
     )
-    if not config:
+    if not names:
         return dispatch.choose(problem, q.device.index, deterministic=deterministic).config
-    pinned = _decode(config)
+    pinned = _decode(names, numbers)
     support = supports(pinned, problem, current_gpu(q.device.index).capability)
     if not support:
         raise ValueError(f"config cannot run this problem: {support.reason}")

@@ -71,7 +71,9 @@ def _row_chunks(q: Tensor, k: Tensor) -> list[slice]:
     return [slice(start, min(start + size, q.shape[2])) for start in range(0, q.shape[2], size)]
 
 
-def _softmax(q: Tensor, k: Tensor, rows: slice, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def _softmax(
+    q: Tensor, k: Tensor, rows: slice, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     scores = (q[:, :, rows] @ k.mT) * scale
     if causal:
         offset = k.shape[2] - q.shape[2]
@@ -93,7 +95,7 @@ def run_schedule(
     scale: float,
     interleaving: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv of one head, computed tile by tile in float32 as the kernels do, in this schedule's order.
+    """dq, dk, dv of one head in float32, computed tile by tile as the kernels do, in this schedule's order.
 
     q and dout are (Sq, D), k and v (Sk, D), bf16 or fp16. Each tile's dK and dV are added in visit order; its dQ is
     added when its turn has come. ``interleaving`` seeds the choice of which CTA takes the next legal step: it cannot
@@ -101,7 +103,9 @@ def run_schedule(
     """
     grid = schedule.grid
     dtype = q.dtype
-    out, lse = attention_forward(q[None, :, None], k[None, :, None], v[None, :, None], causal=grid.causal, scale=scale)
+    out, lse = attention_forward(
+        q[None, :, None], k[None, :, None], v[None, :, None], causal=grid.causal, scale=scale
+    )
     lse32 = lse[0, 0].float()
     delta = (out[0, :, 0].to(dtype).float() * dout.float()).sum(-1)
     q32, k32, v32, dout32 = (x.float() for x in (q, k, v, dout))
@@ -112,7 +116,9 @@ def run_schedule(
     chooser = random.Random(interleaving)
     while True:
         waiting = [item for item, tiles in enumerate(schedule.visit) if step[item] < len(tiles)]
-        ready = [i for i in waiting if added[schedule.visit[i][step[i]][1]] == schedule.turn[i][step[i]]]
+        ready = [
+            i for i in waiting if added[schedule.visit[i][step[i]][1]] == schedule.turn[i][step[i]]
+        ]
         if not ready:
             break
         item = chooser.choice(ready)
@@ -133,4 +139,4 @@ def run_schedule(
     if waiting:
         stuck = [(*schedule.visit[i][step[i]], schedule.turn[i][step[i]]) for i in waiting[:4]]
         raise RuntimeError(f"no CTA can go on; (n_block, m_block, turn) waited for: {stuck}")
-    return (dq * scale).to(dtype), (dk * scale).to(dtype), dv.to(dtype)
+    return dq * scale, dk * scale, dv

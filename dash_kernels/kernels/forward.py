@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
     """Output (B, Sq, H, D), contiguous, in q's dtype, and log-sum-exp (B, H, Sq), float32, natural log.
 
     q is (B, Sq, H, D), k and v (B, Sk, Hk, D) with H a multiple of Hk and D a multiple of 8; CUDA, bf16 or fp16, no

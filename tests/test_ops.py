@@ -1,0 +1,332 @@
+"""The public functions on CPU tensors: right gradients, every refusal by name, compile and opcheck."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
+
+import dash_kernels
+from dash_kernels import (
+    Config,
+    attention,
+    flash_attn_func,
+    flash_attn_interface,
+    flash_attn_varlen_func,
+    ops,
+    reference,
+)
+from dash_kernels.problem import Problem
+from dash_kernels.testing import (
+    Error,
+    assert_bits_equal,
+    error_budget,
+    error_of,
+    first_difference,
+    gradients,
+    make_inputs,
+    poisoned_outputs,
+    verify,
+)
+
+
+def inputs(
+    seq_len: int = 33, heads_kv: int = 2, dtype: str = "bfloat16", **fields: Any
+) -> tuple[torch.Tensor, ...]:
+    problem = Problem("causal", **({"head_dim": 32, "batch": 2, "heads": 4} | fields), seq_len=seq_len,
+                      heads_kv=heads_kv, dtype=dtype)  # fmt: skip
+    return make_inputs(problem, device="cpu")
+
+
+def test_gradients_are_one_rounding_from_float64() -> None:
+    dout, q, k, v = inputs(seq_len_kv=50)
+    exact = reference.attention_backward(
+        dout, *(x.detach() for x in (q, k, v)), causal=True, scale=32**-0.5
+    )
+    for mine, theirs in zip(gradients(dout, q, k, v, causal=True), exact, strict=True):
+        assert_bits_equal(mine, theirs.to(torch.bfloat16))
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    assert (out.dtype, lse.dtype, lse.shape) == (torch.bfloat16, torch.float32, (2, 4, 33))
+    assert not lse.requires_grad
+
+
+def test_only_what_requires_grad_gets_a_gradient() -> None:
+    _, q, k, v = inputs()
+    q, v = q.detach(), v.detach()
+    attention(q, k, v).sum().backward()
+    assert q.grad is None
+    assert v.grad is None
+    assert k.grad is not None
+    assert not attention(q, k.detach(), v).requires_grad
+
+
+def test_flash_attn_signatures_are_theirs() -> None:
+    two = list(inspect.signature(flash_attn_func).parameters)
+    assert two == ["q", "k", "v", "dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes",
+                   "deterministic", "return_attn_probs"]  # fmt: skip
+    three = inspect.signature(flash_attn_interface.flash_attn_func).parameters
+    assert list(three) == ["q", "k", "v", "softmax_scale", "causal", "qv", "q_descale", "k_descale", "v_descale",
+                           "window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa", "deterministic",
+                           "sm_margin", "return_attn_probs"]  # fmt: skip
+    assert inspect.signature(flash_attn_func).parameters["deterministic"].default is True
+
+
+def test_the_flash_attn_functions_are_attention() -> None:
+    _, q, k, v = inputs()
+    out, lse = attention(q, k, v, causal=True, scale=0.5, return_lse=True)
+    for function, extra in ((flash_attn_func, (None,)), (flash_attn_interface.flash_attn_func, ())):
+        assert_bits_equal(function(q, k, v, softmax_scale=0.5, causal=True), out)
+        assert_bits_equal(function(q, k, v, softmax_scale=0.5, window_size=(-1, 0)), out)
+        answer = function(q, k, v, softmax_scale=0.5, causal=True, return_attn_probs=True)
+        assert_bits_equal(answer[1], lse)
+        assert answer[2:] == extra
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "says"),
+    [
+        ({"q": None}, TypeError, "q is a NoneType"),
+        ({"k": lambda k: k[0]}, ValueError, "k has 3 dimensions"),
+        (
+            {"q": lambda q: q.float()},
+            TypeError,
+            "q is torch.float32; attention takes bfloat16 or float16",
+        ),
+        ({"q": lambda q: q.float(), "k": lambda k: k.float()}, TypeError, "q is torch.float32"),
+        ({"v": lambda v: v.half()}, TypeError, "v is torch.float16 but q is torch.bfloat16"),
+        ({"k": lambda k: k.to("meta")}, ValueError, "k is on meta but q is on cpu"),
+        ({"k": lambda k: k[:1]}, ValueError, "k has batch 1 but q has 2"),
+        ({"k": lambda k: k[..., :16]}, ValueError, "k has head_dim 16 but q has 32"),
+        ({"v": lambda v: v[:, :3]}, ValueError, "v is .* but k is"),
+        ({"q": lambda q: q[:, :, :3]}, ValueError, "q has 3 heads and k has 2"),
+        ({"scale": math.nan}, ValueError, "scale is nan"),
+        ({"config": "shift"}, TypeError, "config is a str"),
+        ({"sm_margin": -1}, ValueError, "sm_margin is -1"),
+        ({"config": Config(policy="unordered")}, ValueError, "add deterministic=False"),
+        ({"config": Config(), "deterministic": False}, ValueError, "config.policy is 'ordered'"),
+    ],
+)
+def test_bad_arguments_are_named(change: dict[str, Any], error: type[Exception], says: str) -> None:
+    _, q, k, v = inputs()
+    arguments: dict[str, Any] = {"q": q, "k": k, "v": v}
+    for name, value in change.items():
+        arguments[name] = value(arguments[name]) if callable(value) else value
+    with pytest.raises(error, match=says):
+        attention(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "says"), [(136, "up to 128"), (256, "up to 128"), (20, "multiple of 8")]
+)
+def test_head_dims_that_do_not_run_are_named(head_dim: int, says: str) -> None:
+    q = torch.zeros(1, 4, 1, head_dim, dtype=torch.float16)
+    with pytest.raises(ValueError, match=f"head_dim is {head_dim}; .*{says}"):
+        attention(q, q, q)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "says"),
+    [
+        (flash_attn_func, {"dropout_p": 0.1}, "dropout_p is 0.1"),
+        (flash_attn_func, {"alibi_slopes": torch.zeros(4)}, "alibi_slopes is a tensor"),
+        (flash_attn_func, {"softcap": 30.0}, "softcap is 30.0"),
+        (flash_attn_func, {"window_size": (128, 0)}, r"window_size is \(128, 0\)"),
+        (flash_attn_func, {"window_size": (-1, 64)}, r"window_size is \(-1, 64\)"),
+        (flash_attn_interface.flash_attn_func, {"qv": torch.zeros(1)}, "qv is a tensor"),
+        (flash_attn_interface.flash_attn_func, {"attention_chunk": 64}, "attention_chunk is 64"),
+        (flash_attn_interface.flash_attn_func, {"num_splits": 4}, "num_splits is 4"),
+    ],
+)
+def test_what_this_release_lacks_is_refused_by_name(
+    function: Any, arguments: dict[str, Any], says: str
+) -> None:
+    _, q, k, v = inputs()
+    with pytest.raises(NotImplementedError, match=says):
+        function(q, k, v, **arguments)
+
+
+@pytest.mark.parametrize(
+    "function", [flash_attn_varlen_func, flash_attn_interface.flash_attn_varlen_func]
+)
+def test_varlen_says_that_it_is_not_in_this_release(function: Any) -> None:
+    packed = torch.zeros(5, 2, 32, dtype=torch.float16)
+    starts = torch.tensor([0, 0, 5, 5], dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match="not in this release; pad them"):
+        function(packed, packed, packed, starts, starts, 5, 5, causal=True)
+
+
+def test_unordered_under_deterministic_algorithms_is_refused() -> None:
+    _, q, k, v = inputs()
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(
+            RuntimeError, match="deterministic=False asks for the unordered backward"
+        ):
+            attention(q, k, v, deterministic=False)
+        attention(q, k, v)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("batch", "seq_len", "seq_len_kv"), [(1, 0, 128), (0, 16, 16), (1, 16, 0)])
+def test_empty_sizes_give_zeros_of_the_right_shape(
+    batch: int, seq_len: int, seq_len_kv: int
+) -> None:
+    q = torch.zeros(batch, seq_len, 2, 64, dtype=torch.float16, requires_grad=True)
+    k, v = (
+        torch.zeros(batch, seq_len_kv, 2, 64, dtype=torch.float16, requires_grad=True)
+        for _ in range(2)
+    )
+    out, lse = attention(q, k, v, causal=True, return_lse=True)
+    grads = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert out.shape == q.shape
+    assert lse.shape == (batch, 2, seq_len)
+    for grad, x in zip(grads, (q, k, v), strict=True):
+        assert grad.shape == x.shape
+        assert not grad.any()
+    assert not out.any()
+    assert (lse == math.inf).all()
+
+
+def test_double_backward_is_refused_by_name() -> None:
+    _, q, k, v = inputs()
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(attention(q, k, v).sum(), q, create_graph=True)
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint_gives_equal_bits(use_reentrant: bool) -> None:
+    dout, q, k, v = inputs()
+    plain = gradients(dout, q, k, v, causal=True)
+    checkpoint(
+        lambda *a: attention(*a, causal=True), q, k, v, use_reentrant=use_reentrant
+    ).backward(dout)
+    for name, x, grad in zip("qkv", (q, k, v), plain, strict=True):
+        assert_bits_equal(x.grad, grad, name)
+
+
+def test_opcheck_passes() -> None:
+    dout, q, k, v = inputs(seq_len=9)
+    options = (True, 0.2, "", [], True, False, 0)
+    torch.library.opcheck(torch.ops.dash.attention.default, (q, k, v, *options))
+    out, lse = torch.ops.dash.attention(q, k, v, *options)
+    tensors = tuple(x.detach() for x in (dout, q, k, v, out, lse))
+    torch.library.opcheck(torch.ops.dash.attention_backward.default, (*tensors, *options))
+
+
+@pytest.mark.parametrize("config", [None, Config(schedule="ascending", launch_order="ascending")])
+def test_one_compiled_graph_serves_every_length(config: Config | None) -> None:
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(
+        lambda q, k, v: attention(q, k, v, causal=True, config=config),
+        fullgraph=True,
+        dynamic=True,
+        backend=counter,
+    )
+    for seq_len in (9, 16, 31):
+        dout, q, k, v = inputs(seq_len=seq_len)
+        grads = torch.autograd.grad(compiled(q, k, v), (q, k, v), dout)
+        for mine, eager in zip(grads, gradients(dout, q, k, v, causal=True), strict=True):
+            assert_bits_equal(mine, eager)
+    assert counter.frame_count == 1
+
+
+def test_a_config_survives_the_trip_through_the_op() -> None:
+    config = Config(
+        backend="portable",
+        schedule="grouped_shift",
+        group=4,
+        policy="two_pass",
+        heads_interleaved=0,
+    )
+    assert ops._decode(*ops._encode(config)) == config
+
+
+def test_only_what_the_kernels_cannot_read_is_copied() -> None:
+    packed = torch.zeros(2, 5, 3, 4, 64, dtype=torch.float16)
+    q = packed[:, :, 1]
+    assert ops.kernel_ready(q) is q
+    flat = torch.zeros(2 * 5 * 4 * 64 + 1, dtype=torch.float16)
+    for bad in (
+        flat[1:].view(2, 5, 4, 64),  # base not on 16 bytes
+        torch.zeros(2, 5, 4, 68, dtype=torch.float16)[..., :64],  # rows not on 16 bytes
+        torch.zeros(2, 5, 64, 4, dtype=torch.float16).transpose(2, 3),  # last dimension strided
+        torch.zeros(2, 5, 1, 64, dtype=torch.float16).expand(
+            2, 5, 4, 64
+        ),  # one head shown four times
+        torch.zeros(1, 5, 4, 64, dtype=torch.float16).as_strided(
+            (1, 5, 4, 64), (3, 256, 64, 1)
+        ),  # size-1 stride
+    ):
+        ready = ops.kernel_ready(bad)
+        assert ready is not bad
+        assert ready.stride() == torch.empty(bad.shape).stride()
+        assert ready.data_ptr() % 16 == 0
+
+
+def test_groups_are_added_in_head_order() -> None:
+    grad = torch.randn(2, 3, 6, 8).half()
+    expected = (grad[:, :, 0::3].float() + grad[:, :, 1::3]) + grad[:, :, 2::3]
+    assert_bits_equal(ops.sum_groups(grad, 2), expected.half())
+
+
+def test_cpu_tensors_on_an_idle_gpu_machine_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, q, k, v = inputs()
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.setattr(ops, "nvidia_gpu_present", lambda: True)
+    ops._warn_if_a_gpu_stands_idle.cache_clear()
+    with pytest.warns(RuntimeWarning, match="reinstall torch with CUDA"):
+        attention(q, k, v)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, v)
+    ops._warn_if_a_gpu_stands_idle.cache_clear()
+
+
+def test_first_difference_names_index_values_and_bits() -> None:
+    a = torch.zeros(2, 3, dtype=torch.bfloat16)
+    b = a.clone()
+    b[1, 2] = -0.0
+    assert first_difference(a, a.clone()) == ""
+    assert (
+        first_difference(a, b)
+        == "1 of 6 elements differ; first at (1, 2): 0.0 (0x0000) against -0.0 (0x8000)"
+    )
+    nan = torch.full((2,), math.nan)
+    assert first_difference(nan, nan.clone()) == ""
+    assert "torch.float16" in first_difference(a.half(), a)
+    with pytest.raises(AssertionError, match=r"dq: 1 of 6 elements differ"):
+        assert_bits_equal(a, b, "dq")
+
+
+def test_error_budget_is_twice_the_peer_and_one_rounding() -> None:
+    exact = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    peer = torch.tensor([1.0, -2.0 - 2**-6], dtype=torch.bfloat16)
+    budget = error_budget(exact, peer)
+    assert budget.max_abs == 2 * 2**-6 + 2 * 2**-8
+    assert budget.relative == pytest.approx(2 * 2**-6 / math.sqrt(5) + 2**-8)
+    assert error_of(exact + torch.tensor([0.0, 2**-5]), exact).within(budget)
+    assert not error_of(exact + torch.tensor([0.0, 2**-4]), exact).within(budget)
+    assert not error_of(torch.tensor([1.0, math.nan]), exact).within(budget)
+    assert error_of(exact, exact) == Error(0.0, 0.0)
+
+
+def test_poisoned_outputs_fills_new_memory_and_puts_the_switches_back() -> None:
+    with poisoned_outputs():
+        assert torch.empty(1000).isnan().all()
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_verify_needs_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        "dash_kernels.device.no_gpu_reason", lambda: "no NVIDIA GPU on this machine"
+    )
+    with pytest.raises(dash_kernels.device.NoGpuError, match="no NVIDIA GPU"):
+        verify(Problem("causal", 64, 128), runs=2)

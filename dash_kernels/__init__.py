@@ -34,7 +34,6 @@ _MODULES = ("flash_attn_interface",)
 __all__ = ["__version__", *_EXPORTS, *_MODULES]
 
 if TYPE_CHECKING:
-    import dash_kernels.flash_attn_interface as flash_attn_interface
     from dash_kernels.critical_path import simulate as simulate
     from dash_kernels.dispatch import Choice as Choice
     from dash_kernels.dispatch import choose as choose

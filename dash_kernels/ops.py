@@ -221,7 +221,8 @@ def _encode(config: Config | None) -> tuple[str, list[int]]:
 
 def _decode(names: str, numbers: list[int]) -> Config:
     fields: dict[str, Any] = dict(zip(_NAME_FIELDS, names.split(), strict=True))
-    return Config(**fields, **dict(zip(_NUMBER_FIELDS, numbers, strict=True)))
+    fields.update(zip(_NUMBER_FIELDS, numbers, strict=True))
+    return Config(**fields)
 
 
 def _run_attention(

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from test_lookup import MONOTONE, RESIDENT, cell, table
 
 from dash_kernels import (
     Config,
@@ -28,7 +29,6 @@ from dash_kernels.lookup import LookupTable, TableError, shipped_gpus
 from dash_kernels.problem import supports
 from dash_kernels.schedules import TileGrid, build, check
 from dash_kernels.schedules.launch import Launch
-from test_lookup import MONOTONE, RESIDENT, cell, table
 
 PROBLEM = Problem("causal", 128, 4096)
 
@@ -161,7 +161,7 @@ def test_a_release_is_fetched_once_and_cached_a_live_table_each_time(tmp_path: P
             assert dispatch.fetch_table(f"{base}/releases/3/table.json") == content
             assert dispatch.fetch_table(f"{base}/table.json") == content
         use_table(f"{base}/releases/3/table.json")
-        with pytest.raises(TableError, match="404|File not found"):
+        with pytest.raises(TableError, match=r"(?i)not found"):
             use_table(f"{base}/releases/4/table.json")
     finally:
         server.shutdown()

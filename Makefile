@@ -19,7 +19,7 @@ TRITON_NEWEST := $(shell "$(PYTHON)" -c 'import sys; print("3.9.0" if sys.versio
 TRITON_VENVS := .venv-triton-$(TRITON_OLDEST) .venv-triton-$(TRITON_NEWEST)
 
 PY := $(VENV)/bin/python
-PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --quiet
+PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --quiet --no-compile
 
 .PHONY: help run serve test lint format dash_kernel python-check port-check clean
 

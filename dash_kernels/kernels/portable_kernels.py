@@ -1,0 +1,372 @@
+"""Attention backward in plain Triton, for compute capability 8.0 and up: one kernel for every schedule kind.
+
+A CTA takes one item of one head: it keeps a KV tile (K, V, dK, dV), walks the Q tiles that the schedule's arrays
+name, and adds its part of dQ to an fp32 buffer when the turnstile says that its turn has come.
+
+How the order of addition is kept (policy ordered), hazard by hazard:
+
+- *A predecessor's sum before mine.* Each CTA ends a contribution with ``release_turn``: its ``bar.sync`` puts the
+  additions of all threads before thread 0, whose ``fence.acq_rel.gpu`` and ``red`` (a release) publish them.
+  ``wait_for_turn`` polls with thread 0 (``ld.acquire.gpu``); its ``bar.sync`` hands what thread 0 has acquired on to
+  the other threads. So every addition of this CTA follows every addition of its predecessors.
+- *Turn 0 and the uninitialised buffer.* Turn 0 stores and the others add, so the buffer needs no zeroing; the store
+  comes before the additions by the same chain. A Q tile without any contribution is known by its semaphore's 0.
+- *Stale caches.* Additions are atomics, performed in L2: no thread reads dQ through its L1 cache.
+- *The software pipeliner.* The Q loop loads nothing that another CTA writes, so a load hoisted over a wait is
+  harmless, and the wait and the release are one opaque operation each, so that the loop stays pipelined. (A branch
+  around the store or the add stops the compiler on Hopper: both are predicated instead.)
+
+Policies: ordered as above; unordered adds with no turnstile, so its bits change from run to run; two_pass leaves dQ
+to ``dq_tiles``, in which a CTA owns a Q tile and walks its KV tiles.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+UNORDERED, ORDERED, NO_DQ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+ABORT = tl.constexpr(1)  # words of the workspace header: 0 the ticket, 1 the abort flag, then from 32 the semaphores
+HEADER_WORDS = tl.constexpr(32)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+WAIT_FOR_TURN = tl.constexpr("""{
+    .reg .pred p; .reg .b32 tid, seen, flag; .reg .u64 start, now;
+    mov.u32 $0, 0;
+    mov.u32 tid, %tid.x;
+    setp.ne.u32 p, tid, 0;
+    @p bra DONE;
+    ld.acquire.gpu.global.b32 seen, [$1];
+    setp.eq.u32 p, seen, $2;
+    @p bra DONE;
+    mov.u64 start, %globaltimer;
+    POLL:
+    ld.acquire.gpu.global.b32 seen, [$1];
+    setp.eq.u32 p, seen, $2;
+    @p bra DONE;
+    ld.relaxed.gpu.global.b32 flag, [$3];
+    setp.ne.u32 p, flag, 0;
+    @p bra DONE;
+    mov.u64 now, %globaltimer;
+    sub.u64 now, now, start;
+    setp.lt.u64 p, now, $4;
+    @p bra POLL;
+    atom.relaxed.gpu.global.cas.b32 flag, [$3], 0, 1;
+    setp.ne.u32 p, flag, 0;
+    @p bra DONE;
+    st.relaxed.sys.global.b32 [$5+4], $6;
+    st.relaxed.sys.global.b32 [$5+8], $7;
+    st.relaxed.sys.global.b32 [$5+12], $2;
+    st.relaxed.sys.global.b32 [$5+16], seen;
+    st.release.sys.global.b32 [$5], 1;
+    DONE:
+    bar.sync 0; }""")
+
+RELEASE_TURN = tl.constexpr("""{
+    .reg .pred p; .reg .b32 tid;
+    mov.u32 $0, 0;
+    mov.u32 tid, %tid.x;
+    setp.eq.u32 p, tid, 0;
+    bar.sync 0;
+    @p fence.acq_rel.gpu;
+    @p red.relaxed.gpu.global.add.u32 [$1], 1; }""")
+
+
+@triton.jit
+def wait_for_turn(semaphore, turn, abort, bound_ns, record, head, m_block):
+    """Return once ``semaphore`` reads ``turn``; give up once ``abort`` is set or ``bound_ns`` nanoseconds have passed.
+
+    The first wait of a launch to give up by its bound sets ``abort`` and writes (1, head, m_block, turn, seen) to
+    ``record``.
+    """
+    tl.inline_asm_elementwise(
+        WAIT_FOR_TURN,
+        "=r,l,r,l,l,l,r,r,~{memory}",
+        [semaphore, turn, abort, bound_ns, record, head, m_block],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def release_turn(semaphore):
+    """Let the next contribution through, after the additions of all threads of this CTA."""
+    tl.inline_asm_elementwise(
+        RELEASE_TURN, "=r,l,~{memory}", [semaphore], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def tile_offsets(stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Offsets of a tile's elements from its first one; 32 bits are enough inside a tile."""
+    return tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
+
+
+@triton.jit
+def load_rows(tile, offsets, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr):
+    """A tile from ``row`` on; rows from ``limit`` on are not read and are zeros."""
+    if RAGGED:
+        inside = row + tl.arange(0, ROWS) < limit
+        return tl.load(tile + offsets, mask=inside[:, None], other=0.0)
+    return tl.load(tile + offsets)
+
+
+@triton.jit
+def masked(p, rows, cols, offset, seq_len_kv, CAUSAL: tl.constexpr):
+    """P with zeros where the key lies past the end or, bottom-right aligned, after the query."""
+    keep = cols < seq_len_kv
+    if CAUSAL:
+        keep = keep & (cols <= rows + offset)
+    return tl.where(keep, p, 0.0)
+
+
+@triton.jit
+def prepare_tiles(
+    out, dout, lse, lse2, delta, dq, workspace, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
+    heads, num_m, seq_len,
+    ZERO_DQ: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Row sums of out * dout, LSE in base 2 (+inf past the end, so that P is 0 there), and a cleared workspace."""
+    program = tl.program_id(0)
+    head = program // num_m
+    m_block = program % num_m
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    row = m_block * BLOCK_M
+    rows = tl.arange(0, BLOCK_M)
+    out_tile = out + b * stride_ob + h * stride_oh + row.to(tl.int64) * stride_os
+    dout_tile = dout + b * stride_gb + h * stride_gh + row.to(tl.int64) * stride_gs
+    o = load_rows(out_tile, tile_offsets(stride_os, BLOCK_M, HEAD_DIM), row, seq_len, True, BLOCK_M)
+    g = load_rows(dout_tile, tile_offsets(stride_gs, BLOCK_M, HEAD_DIM), row, seq_len, True, BLOCK_M)
+    row_lse = tl.load(lse + head.to(tl.int64) * seq_len + row + rows, mask=row + rows < seq_len, other=float("inf"))
+    sees_keys = tl.abs(row_lse) < float("inf")
+    padded = program.to(tl.int64) * BLOCK_M
+    tl.store(lse2 + padded + rows, tl.where(sees_keys, row_lse * LOG2E, float("inf")))
+    tl.store(delta + padded + rows, tl.where(sees_keys, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1), 0.0))
+    if ZERO_DQ:
+        zeros = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+        tl.store(dq + padded * HEAD_DIM + tile_offsets(HEAD_DIM, BLOCK_M, HEAD_DIM), zeros)
+    tl.store(workspace + HEADER_WORDS + program, 0)
+    if program == 0:
+        tl.store(workspace, 0)
+        tl.store(workspace + ABORT, 0)
+
+
+@triton.jit
+def walk(
+    dk, dv, k, v, first, last, visit, turns,
+    q, dout, stride_qs, stride_gs, lse2, delta, dq, workspace, semaphores, record, bound_ns, head,
+    n_block, seq_len, seq_len_kv, scale_log2,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """Steps ``first .. last - 1`` of one KV tile's visit: adds to its dK and dV, and to dQ in turn."""
+    for step in range(first, last):
+        m_block = tl.load(visit + step)
+        if POLICY == ORDERED:
+            turn = tl.load(turns + step)
+        row = m_block * BLOCK_M
+        rows = row + tl.arange(0, BLOCK_M)
+        q_offsets = tile_offsets(stride_qs, BLOCK_M, HEAD_DIM)
+        q_tile = load_rows(q + row.to(tl.int64) * stride_qs, q_offsets, row, seq_len, RAGGED, BLOCK_M)
+        scores = tl.dot(k, tl.trans(q_tile))
+        p = tl.math.exp2(scores * scale_log2 - tl.load(lse2 + rows)[None, :])
+        if MASK:
+            cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
+            p = masked(p, rows[None, :], cols[:, None], seq_len_kv - seq_len, seq_len_kv, CAUSAL)
+        g_offsets = tile_offsets(stride_gs, BLOCK_M, HEAD_DIM)
+        dout_tile = load_rows(dout + row.to(tl.int64) * stride_gs, g_offsets, row, seq_len, RAGGED, BLOCK_M)
+        dv = tl.dot(p.to(k.dtype), dout_tile, dv)
+        dp = tl.dot(v, tl.trans(dout_tile))
+        ds = (p * (dp - tl.load(delta + rows)[None, :])).to(k.dtype)
+        dk = tl.dot(ds, q_tile, dk)
+        if POLICY != NO_DQ:
+            part = tl.dot(tl.trans(ds), k)
+            dq_tile = dq + row.to(tl.int64) * HEAD_DIM + tile_offsets(HEAD_DIM, BLOCK_M, HEAD_DIM)
+            if POLICY == ORDERED:
+                semaphore = semaphores + m_block
+                wait_for_turn(semaphore, turn, workspace + ABORT, bound_ns, record, head, m_block)
+                tl.store(dq_tile, part, mask=turn == 0)
+                tl.atomic_add(dq_tile, part, mask=turn != 0, sem="relaxed")
+                release_turn(semaphore)
+            else:
+                tl.atomic_add(dq_tile, part, sem="relaxed")
+    return dk, dv
+
+
+@triton.jit
+def run_item(
+    ticket, arrays, num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
+    q, k, v, dout, lse2, delta, dq, dk, dv, workspace, record, bound_ns,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """All KV tiles of the item that ``ticket`` names (schedules.Launch.head_and_item)."""
+    item_begin = arrays + num_items
+    kv_tile = item_begin + num_items + 1
+    visit_begin = kv_tile + num_tiles
+    visit_count = visit_begin + num_tiles
+    mask_begin = visit_count + num_tiles
+    mask_end = mask_begin + num_tiles
+    visit = mask_end + num_tiles
+    turns = visit + num_steps
+
+    first_head = ticket // (interleaved * num_items) * interleaved
+    width = tl.minimum(interleaved, total_heads - first_head)
+    rest = ticket - first_head * num_items
+    head = first_head + rest % width
+    item = tl.load(arrays + rest // width)
+
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    q += b * stride_qb + h * stride_qh
+    k += b * stride_kb + h * stride_kh
+    v += b * stride_vb + h * stride_vh
+    dout += b * stride_gb + h * stride_gh
+    dkv_head = (b * seq_len_kv * heads + h) * HEAD_DIM
+    first_m = head.to(tl.int64) * num_m
+    lse2 += first_m * BLOCK_M
+    delta += first_m * BLOCK_M
+    dq += first_m * BLOCK_M * HEAD_DIM
+    semaphores = workspace + HEADER_WORDS + first_m
+
+    for tile in range(tl.load(item_begin + item), tl.load(item_begin + item + 1)):
+        n_block = tl.load(kv_tile + tile)
+        begin = tl.load(visit_begin + tile)
+        bounds = (0, tl.load(mask_begin + tile), tl.load(mask_end + tile), tl.load(visit_count + tile))
+        row = n_block * BLOCK_N
+        first_row = row.to(tl.int64)
+        k_offsets = tile_offsets(stride_ks, BLOCK_N, HEAD_DIM)
+        v_offsets = tile_offsets(stride_vs, BLOCK_N, HEAD_DIM)
+        k_tile = load_rows(k + first_row * stride_ks, k_offsets, row, seq_len_kv, True, BLOCK_N)
+        v_tile = load_rows(v + first_row * stride_vs, v_offsets, row, seq_len_kv, True, BLOCK_N)
+        dk_tile = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
+        dv_tile = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
+        for section in tl.static_range(3):  # plain, masked, plain
+            dk_tile, dv_tile = walk(
+                dk_tile, dv_tile, k_tile, v_tile, bounds[section], bounds[section + 1], visit + begin, turns + begin,
+                q, dout, stride_qs, stride_gs, lse2, delta, dq, workspace, semaphores, record, bound_ns, head,
+                n_block, seq_len, seq_len_kv, scale_log2,
+                CAUSAL, section == 1, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM,
+            )  # fmt: skip
+        dkv = dkv_head + first_row * (heads * HEAD_DIM) + tile_offsets(heads * HEAD_DIM, BLOCK_N, HEAD_DIM)
+        inside = (row + tl.arange(0, BLOCK_N) < seq_len_kv)[:, None]
+        tl.store(dk + dkv, (dk_tile * scale).to(dk.dtype.element_ty), mask=inside)
+        tl.store(dv + dkv, dv_tile.to(dv.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def kv_tiles(
+    q, k, v, dout, lse2, delta, dq, dk, dv, workspace, record, arrays,
+    num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2, bound_ns,
+    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, PERSISTENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """The main kernel: dK, dV and (but for two_pass) dQ. One item a CTA, or items until the tickets are used up."""
+    tickets = num_items * total_heads
+    ticket = tl.atomic_add(workspace, 1, sem="relaxed")
+    while ticket < tickets:
+        run_item(
+            ticket, arrays, num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
+            q, k, v, dout, lse2, delta, dq, dk, dv, workspace, record, bound_ns,
+            stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+            stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2,
+            CAUSAL, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM,
+        )  # fmt: skip
+        if PERSISTENT:
+            ticket = tl.atomic_add(workspace, 1, sem="relaxed")
+        else:
+            ticket = tickets
+
+
+@triton.jit
+def add_kv_tiles(
+    dq, q, dout, lse2, delta, first, last, k, v, stride_ks, stride_vs, row, seq_len, seq_len_kv, scale_log2,
+    CAUSAL: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    for n_block in range(first, last):
+        col = n_block * BLOCK_N
+        k_offsets = tile_offsets(stride_ks, BLOCK_N, HEAD_DIM)
+        v_offsets = tile_offsets(stride_vs, BLOCK_N, HEAD_DIM)
+        k_tile = load_rows(k + col.to(tl.int64) * stride_ks, k_offsets, col, seq_len_kv, MASK, BLOCK_N)
+        v_tile = load_rows(v + col.to(tl.int64) * stride_vs, v_offsets, col, seq_len_kv, MASK, BLOCK_N)
+        p = tl.math.exp2(tl.dot(q, tl.trans(k_tile)) * scale_log2 - lse2[:, None])
+        if MASK:
+            rows = row + tl.arange(0, BLOCK_M)
+            cols = col + tl.arange(0, BLOCK_N)
+            p = masked(p, rows[:, None], cols[None, :], seq_len_kv - seq_len, seq_len_kv, CAUSAL)
+        ds = (p * (tl.dot(dout, tl.trans(v_tile)) - delta[:, None])).to(q.dtype)
+        dq = tl.dot(ds, k_tile, dq)
+    return dq
+
+
+@triton.jit
+def dq_tiles(
+    q, k, v, dout, lse2, delta, dq, heads, num_m,
+    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
+    stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2,
+    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """The dQ pass of two_pass: a CTA owns one Q tile and adds its KV tiles in ascending order (longest first)."""
+    head = tl.program_id(0) // num_m
+    m_block = num_m - 1 - tl.program_id(0) % num_m
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    row = m_block * BLOCK_M
+    first_row = row.to(tl.int64)
+    rows = tl.arange(0, BLOCK_M)
+    q_tile = q + b * stride_qb + h * stride_qh + first_row * stride_qs
+    dout_tile = dout + b * stride_gb + h * stride_gh + first_row * stride_gs
+    q_tile = load_rows(q_tile, tile_offsets(stride_qs, BLOCK_M, HEAD_DIM), row, seq_len, True, BLOCK_M)
+    dout_tile = load_rows(dout_tile, tile_offsets(stride_gs, BLOCK_M, HEAD_DIM), row, seq_len, True, BLOCK_M)
+    padded = (head.to(tl.int64) * num_m + m_block) * BLOCK_M
+    lse2_rows = tl.load(lse2 + padded + rows)
+    delta_rows = tl.load(delta + padded + rows)
+    k += b * stride_kb + h * stride_kh
+    v += b * stride_vb + h * stride_vh
+    keys = seq_len_kv  # that the tile's last row sees, and those that all its rows see
+    keys_of_all = seq_len_kv
+    if CAUSAL:
+        keys = tl.maximum(tl.minimum(row + BLOCK_M, seq_len) + seq_len_kv - seq_len, 0)
+        keys_of_all = tl.minimum(tl.maximum(row + 1 + seq_len_kv - seq_len, 0), seq_len_kv)
+    bounds = (0, keys_of_all // BLOCK_N, (keys + BLOCK_N - 1) // BLOCK_N)
+    dq_tile = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
+    for section in tl.static_range(2):  # plain, masked
+        dq_tile = add_kv_tiles(
+            dq_tile, q_tile, dout_tile, lse2_rows, delta_rows, bounds[section], bounds[section + 1],
+            k, v, stride_ks, stride_vs, row, seq_len, seq_len_kv, scale_log2,
+            CAUSAL, section == 1, BLOCK_M, BLOCK_N, HEAD_DIM,
+        )  # fmt: skip
+    dq += ((b * seq_len + row) * heads + h) * HEAD_DIM
+    inside = (row + rows < seq_len)[:, None]
+    offsets = tile_offsets(heads * HEAD_DIM, BLOCK_M, HEAD_DIM)
+    tl.store(dq + offsets, (dq_tile * scale).to(dq.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def cast_tiles(
+    accumulated, dq, workspace, heads, num_m, seq_len, scale,
+    POLICY: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """dQ in the output's dtype: scaled; 0 where nothing was added; NaN everywhere once a turn has not come."""
+    program = tl.program_id(0)
+    head = program // num_m
+    row = program % num_m * BLOCK_M
+    b = (head // heads).to(tl.int64)
+    h = (head % heads).to(tl.int64)
+    offsets = program.to(tl.int64) * (BLOCK_M * HEAD_DIM) + tile_offsets(HEAD_DIM, BLOCK_M, HEAD_DIM)
+    if POLICY == ORDERED:
+        contributions = tl.load(workspace + HEADER_WORDS + program)
+        tile = tl.load(accumulated + offsets, mask=contributions != 0, other=0.0)
+        tile = tl.where(tl.load(workspace + ABORT) != 0, float("nan"), tile)
+    else:
+        tile = tl.load(accumulated + offsets)
+    dq += ((b * seq_len + row) * heads + h) * HEAD_DIM
+    inside = (row + tl.arange(0, BLOCK_M) < seq_len)[:, None]
+    offsets = tile_offsets(heads * HEAD_DIM, BLOCK_M, HEAD_DIM)
+    tl.store(dq + offsets, (tile * scale).to(dq.dtype.element_ty), mask=inside)

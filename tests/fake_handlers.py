@@ -1,0 +1,150 @@
+"""Worker handlers that stand in for the GPU and the compiler: what they do is written in the candidate itself.
+
+``FakeMeasurer`` reads its orders from the options of the worker: ``{"plan": {schedule: action}}``. Actions: ok,
+hang (with a child process), exit, raise, sticky, wrong, varies, slow.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from dash_kernels.problem import Config, Problem
+from tuner.failures import CandidateError
+
+ENVIRONMENT = {
+    "gpu": "h200",
+    "gpu_name": "NVIDIA H200",
+    "sms": 132,
+    "capability": "9.0",
+    "torch": "fake",
+}
+SPEED = {"ascending": 300.0, "descending": 350.0, "shortest_first": 500.0, "shift": 520.0}
+
+
+class FakeMeasurer:
+    """Answers as the measurer does, from ``DASH_FAKE_PLAN`` ("schedule=action,...") in its environment."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        plan = os.environ.get("DASH_FAKE_PLAN", "")
+        self.plan = dict(part.split("=") for part in plan.split(",") if part)
+        if self.plan.get("start") == "fail":
+            raise RuntimeError("no CUDA driver in this test")
+        self.log = Path(os.environ["DASH_FAKE_LOG"]) if "DASH_FAKE_LOG" in os.environ else None
+        self.sticky = False
+        self.info = {"environment": ENVIRONMENT}
+
+    def handle(self, task: dict[str, Any]) -> dict[str, Any]:
+        problem = Problem.from_dict(task["problem"])
+        results = [
+            self._one(problem, Config.from_dict(entry["config"])) for entry in task["entries"]
+        ]
+        if task["kind"] == "final":
+            for result in results:
+                result["telemetry"] = {"round": "final"}
+            return {"results": results}
+        return results[0]
+
+    def _one(self, problem: Problem, config: Config) -> dict[str, Any]:
+        if self.log:
+            with self.log.open("a") as file:
+                file.write(f"{os.getpid()} {config.schedule}\n")
+        action = self.plan.get(config.policy, self.plan.get(config.schedule, "ok"))
+        if action == "hang":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            if self.log:
+                self.log.with_suffix(".child").write_text(str(child.pid))
+            time.sleep(600)
+        if action == "exit":
+            print(
+                "CUDA error: an illegal memory access was encountered", file=sys.stderr, flush=True
+            )
+            os._exit(7)
+        if action == "raise":
+            raise RuntimeError("CUDA out of memory")
+        if action == "sticky":
+            self.sticky = True
+            raise RuntimeError("CUDA error: misaligned address")
+        if action == "wrong":
+            raise CandidateError(
+                "correctness",
+                "dq: error 1 relative; the budget is 0.01",
+                rel_error=1.0,
+                budget=0.01,
+            )
+        if action == "varies":
+            raise CandidateError(
+                "nondeterminism", "dk, run 2 of 4: 3 elements differ", bits_equal=False
+            )
+        if action == "refused":
+            raise CandidateError(
+                "constraints", "needs 300000 bytes", required_bytes=300000, limit_bytes=232448
+            )
+        if action == "slow":
+            time.sleep(0.3)
+        tflops = SPEED.get(config.schedule, 400.0) + config.heads_interleaved
+        return {
+            "tflops": tflops,
+            "ms": problem.flops() / tflops * 1e-9,
+            "samples": [1.0, 1.01, 0.99],
+            "speedup_vs_baseline": tflops / SPEED["ascending"],
+            "bits_equal": config.deterministic,
+            "runs_compared": 4,
+            "numerics_key": "fake",
+            "telemetry": {"sm_mhz": 1500},
+        }
+
+    def healthy(self) -> bool:
+        return not self.sticky
+
+
+class FakeCompiler:
+    """Proves for real; "compiles" at once, or fails as ``DASH_FAKE_COMPILE`` says (fail, hang)."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.info: dict[str, Any] = {}
+
+    def handle(self, task: dict[str, Any]) -> dict[str, Any]:
+        from tuner.compile import prove
+
+        if task["kind"] == "prove":
+            return {
+                "min_resident": prove(
+                    Problem.from_dict(task["problem"]), Config.from_dict(task["config"])
+                )
+            }
+        how = os.environ.get("DASH_FAKE_COMPILE", "")
+        if how == "fail" and task["config"]["signal"] == "plain":
+            raise CandidateError("compile", "ptxas fatal: out of registers")
+        if how == "hang":
+            time.sleep(600)
+        return {"registers": 168, "spill_bytes": 0, "shared_bytes": 214016}
+
+    def healthy(self) -> bool:
+        return True
+
+
+class Echo:
+    """Answers what it is sent; ``{"do": "die" | "raise" | "sleep" | "child"}`` misbehaves."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        self.info = {"options": options}
+
+    def handle(self, task: dict[str, Any]) -> dict[str, Any]:
+        if task.get("do") == "die":
+            print("last words", flush=True)
+            os._exit(3)
+        if task.get("do") == "raise":
+            raise ValueError("a bad task")
+        if task.get("do") == "child":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            Path(task["file"]).write_text(str(child.pid))
+            time.sleep(600)
+        return {"echo": task, "pid": os.getpid(), "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}
+
+    def healthy(self) -> bool:
+        return True

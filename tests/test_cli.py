@@ -1,0 +1,196 @@
+"""The command line: bad usage is one clear line and exit code 2, and nothing is written for it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import tuner.command
+import tuner.doctor
+from dash_kernels.problem import Config, Problem
+from tuner.cli import main
+from tuner.nvml import VisibleGpu
+from tuner.results import ResultRow, RunInfo, Store
+
+H200 = VisibleGpu(0, "GPU-1", "NVIDIA H200", (9, 0))
+
+
+@pytest.fixture
+def db(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "rows.sqlite"
+    monkeypatch.setenv("DASH_DB", str(path))
+    no_gpu(monkeypatch)
+    return path
+
+
+def no_gpu(monkeypatch: pytest.MonkeyPatch, gpus: list[VisibleGpu] | None = None) -> None:
+    for module in (tuner.command, tuner.doctor):
+        monkeypatch.setattr(module, "visible_gpus", lambda: gpus or [])
+
+
+def fill(db: Path) -> None:
+    """The baseline and a better config of one cell."""
+    problem = Problem("causal", 128, 4096, batch=4, heads=16)
+    with Store.open(db) as store:
+        run = store.start_run(RunInfo("h100", {"gpu": "h100", "sms": 132}))
+        for kind, launch, tflops in (
+            ("ascending", "ascending", 300.0),
+            ("shortest_first", "descending", 550.0),
+        ):
+            config = Config(schedule=kind, launch_order=launch)
+            values = {"tflops": tflops, "ms": 1.0, "min_resident": 1, "numerics_key": "k"}
+            store.add(run, ResultRow.of(problem, config, gpu="h100", **values))
+        store.finish_run(run)
+
+
+def dash_tune(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["dash-tune", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main()
+    code = end.value.code
+    return code if isinstance(code, int) else 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--gpu", "h2000"], ["unknown GPU 'h2000'", "h200"]),
+        (["--gpu", "h200"], ["no NVIDIA GPU", "--compile-only"]),
+        (["--gpu", "auto"], ["no NVIDIA GPU", "--compile-only"]),
+        (["--gpu", "auto", "--compile-only"], ["--gpu h800"]),
+        (["--gpu", "h800", "--compile-only", "--mask", "diagonal"], ["mask 'diagonal'", "causal"]),
+        (["--gpu", "h800", "--compile-only", "--schedule", "zigzag"], ["'zigzag'", "shift"]),
+        (["--gpu", "h800", "--compile-only", "--head-dim", "0"], ["--head-dim '0'"]),
+        (["--gpu", "h800", "--compile-only", "--tile", "64"], ["--tile '64'", "64x128"]),
+        (["--gpu", "h800", "--compile-only", "--budget", "soon"], ["'soon'", "15m"]),
+        (["--gpu", "h800", "--compile-only", "--engine", "ray"], ["'ray'", "--engine local"]),
+        (["--gpu", "h800", "--simulate", "--dry-run"], ["--simulate", "--compile-only"]),
+        (["show", "--gpu", "b200"], ["'b200'"]),
+        (["show", "--mask", "diagonal"], ["mask 'diagonal'"]),
+        (["export", "table.t4", "--gpu", "b200"], ["'b200'"]),
+        (["import", "missing.csv"], ["missing.csv"]),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_2(
+    db: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    words: list[str],
+) -> None:
+    assert dash_tune(monkeypatch, *arguments) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("dash-tune: ")
+    assert len(err.strip().splitlines()) == 1
+    assert all(word in err for word in words)
+
+
+def test_nothing_is_written_for_bad_usage(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in (["--gpu", "h200"], ["--gpu", "h800", "--compile-only", "--mask", "x"]):
+        dash_tune(monkeypatch, *arguments)
+    assert not db.exists()
+
+
+def test_unknown_option_is_exit_2(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dash_tune(monkeypatch, "--gpus", "h200") == 2
+
+
+def test_another_gpu_than_the_named_one_names_the_one_found(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_gpu(monkeypatch, [H200])
+    assert dash_tune(monkeypatch, "--gpu", "h800") == 2
+    err = capsys.readouterr().err
+    assert "this machine has NVIDIA H200 (h200)" in err
+    assert "--gpu auto" in err
+    assert not db.exists()
+
+
+def test_a_name_is_never_matched_by_its_beginning(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_gpu(monkeypatch, [VisibleGpu(0, "GPU-1", "NVIDIA H20", (9, 0))])
+    assert dash_tune(monkeypatch, "--gpu", "h200") == 2
+    assert "NVIDIA H20 (h20)" in capsys.readouterr().err
+
+
+def test_dry_run_lists_and_writes_nothing(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    narrow = ["--mask", "causal", "--head-dim", "128", "--seq-len", "1024,4096"]
+    assert dash_tune(monkeypatch, "--gpu", "h800", "--dry-run", "--json", *narrow) == 0
+    entries = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {entry["problem"]["seq_len"] for entry in entries} == {1024, 4096}
+    assert entries[0]["config"]["schedule"] == "ascending"
+    assert dash_tune(monkeypatch, "--gpu", "h800", "--dry-run", *narrow) == 0
+    assert f"{len(entries)} configs for h800; nothing was run" in capsys.readouterr().out
+    assert not db.exists()
+
+
+def test_a_ptxas_that_fails_stops_early_and_names_what_is_wrong(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRITON_PTXAS_PATH", "/bin/false")
+    ok = tuner.doctor.Check("triton", "ok", "3.6.0")
+    monkeypatch.setattr(tuner.doctor, "triton_version", lambda: ok)
+    assert dash_tune(monkeypatch, "--gpu", "h800", "--compile-only") == 2
+    err = capsys.readouterr().err
+    assert "/bin/false" in err
+    assert "sm_90a" in err
+    assert "Triton 3.6.0" in err
+    assert not db.exists()
+
+
+def test_cpu_only_torch_on_a_gpu_machine_is_said(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    no_gpu(monkeypatch, [H200])
+    monkeypatch.setattr(
+        tuner.doctor, "_assignments", lambda _: {"__version__": "2.13.0", "cuda": None}
+    )
+    assert dash_tune(monkeypatch, "--gpu", "h200") == 2
+    assert "torch 2.13.0 is built without CUDA; reinstall torch" in capsys.readouterr().err
+
+
+def test_doctor_lists_every_check_and_fails_without_a_gpu(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dash_tune(monkeypatch, "doctor", "--json") == 1
+    checks = {check["name"]: check for check in json.loads(capsys.readouterr().out)}
+    assert {"gpu", "driver", "torch", "triton", "ptxas", "compiler", "headers"} <= set(checks)
+    assert checks["gpu"]["state"] == "missing"
+    assert checks["gpu"]["remedy"]
+
+
+@pytest.mark.parametrize("hidden", ["", "-1"])
+def test_hidden_gpus_are_named_as_hidden(monkeypatch: pytest.MonkeyPatch, hidden: str) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+    assert "hides every GPU" in tuner.doctor.gpu().line
+
+
+def test_stored_rows_are_shown_exported_imported_and_released(
+    db: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    fill(db)
+    assert dash_tune(monkeypatch, "show", "--gpu", "h100", "--json") == 0
+    (cell,) = json.loads(capsys.readouterr().out)["cells"]
+    assert cell["served"]["config"]["schedule"] == "shortest_first"
+    assert dash_tune(monkeypatch, "show", "--gpu", "h100") == 0
+    assert "shortest_first" in capsys.readouterr().out
+    for name in ("table.json", "rows.csv", "rows.parquet", "h100.json.gz"):
+        assert dash_tune(monkeypatch, "export", str(tmp_path / name), "--gpu", "h100") == 0
+    assert json.loads((tmp_path / "table.json").read_text())["gpu"] == "h100"
+    other = str(tmp_path / "other.sqlite")
+    for name, added in (("rows.csv", 2), ("rows.parquet", 0), ("h100.json.gz", 0)):
+        capsys.readouterr()
+        assert dash_tune(monkeypatch, "import", str(tmp_path / name), "--db", other) == 0
+        assert f"{added} rows added" in capsys.readouterr().out
+    assert dash_tune(monkeypatch, "release", "--gpu", "h100", "--name", "first") == 0
+    assert "release 1: first" in capsys.readouterr().out

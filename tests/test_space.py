@@ -1,0 +1,123 @@
+"""The space of a sweep: what is in it, in which order, and what a filter does to it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from dash_kernels.problem import Problem, supports
+from dash_kernels.schedules import SCHEDULES
+from tuner.compile import kernel_identity, prove, schedule_identity
+from tuner.space import Candidate, SpaceFilter, baseline_config, candidates, problems, space
+
+HOPPER, AMPERE = (9, 0), (8, 0)
+
+
+def test_default_problems_are_the_24_cells_of_16384_tokens_and_hidden_2048() -> None:
+    cells = problems(SpaceFilter())
+    assert len(set(cells)) == len(cells) == 24
+    assert {(p.mask, p.head_dim) for p in cells} == {
+        (mask, dim) for mask in ("full", "causal") for dim in (64, 128)
+    }
+    assert {p.seq_len for p in cells} == {512, 1024, 2048, 4096, 8192, 16384}
+    assert all(p.batch * p.seq_len == 16384 and p.heads * p.head_dim == 2048 for p in cells)
+
+
+@pytest.mark.parametrize("capability", [HOPPER, AMPERE])
+def test_every_kind_is_in_every_cell_once_and_fits(capability: tuple[int, int]) -> None:
+    for problem in problems(SpaceFilter()):
+        found = candidates(problem, capability, SpaceFilter())
+        configs = [candidate.config for candidate in found]
+        assert len(set(configs)) == len(configs)
+        kinds = {name for name, kind in SCHEDULES.items() if problem.mask in kind.masks}
+        assert {config.schedule for config in configs} == kinds
+        assert all(supports(config, problem, capability) for config in configs)
+        assert {config.policy for config in configs} == {"ordered", "unordered", "two_pass"}
+
+
+def test_tier_0_holds_the_baseline_the_default_and_the_yardstick_of_every_cell_first() -> None:
+    order = space(HOPPER, SpaceFilter())
+    assert [c.tier for c in order] == sorted(c.tier for c in order)
+    first = [c for c in order if c.tier == 0]
+    for problem in problems(SpaceFilter()):
+        mine = [c.config for c in first if c.problem == problem]
+        assert mine[0] == baseline_config(problem, HOPPER)
+        assert any(config.policy == "unordered" for config in mine)
+        assert any(config.policy == "ordered" and config != mine[0] for config in mine)
+
+
+def test_problems_of_one_cell_stand_together_within_a_tier() -> None:
+    order = [(c.tier, c.problem) for c in space(HOPPER, SpaceFilter())]
+    changes = sum(a != b for a, b in itertools.pairwise(order))
+    assert changes == len(set(order)) - 1
+
+
+def test_filters_narrow_each_axis() -> None:
+    filters = SpaceFilter(("causal",), (64,), (512, 2048), ("float16",), 4, ("shift",))
+    found = space(HOPPER, filters)
+    shapes = {c.problem for c in found}
+    assert shapes == {
+        Problem("causal", 64, s, "float16", batch=16384 // s, heads=4) for s in (512, 2048)
+    }
+    ordered = {c.config.schedule for c in found if c.config.policy == "ordered"}
+    assert ordered == {"shift", "ascending"}, "the baseline stands beside what was asked for"
+
+
+def test_a_tile_that_does_not_fit_stays_with_its_reason_and_bytes() -> None:
+    found = space(
+        HOPPER, SpaceFilter(("full",), (128,), (4096,), tiles=((64, 128),), stages=(2, 6))
+    )
+    refused = [c for c in found if not c.runnable]
+    assert {c.config.num_stages for c in refused} == {6}
+    assert all(c.support.required_bytes > c.support.limit_bytes for c in refused)  # type: ignore[operator]
+    assert any(c.runnable for c in found)
+
+
+def test_a_head_dim_that_no_config_serves_keeps_its_candidates_to_say_why() -> None:
+    found = space(HOPPER, SpaceFilter(("full",), (256,), (4096,)))
+    assert found
+    assert all("head_dim 256" in c.support.reason for c in found)
+
+
+@pytest.mark.parametrize(
+    ("filters", "word"),
+    [
+        (SpaceFilter(masks=("diagonal",)), "mask 'diagonal'"),
+        (SpaceFilter(schedules=("zigzag",)), "schedule 'zigzag'"),
+        (SpaceFilter(dtypes=("float32",)), "dtype 'float32'"),
+        (SpaceFilter(backends=("cutlass",)), "backend 'cutlass'"),
+    ],
+)
+def test_unknown_names_are_refused_with_the_choices(filters: SpaceFilter, word: str) -> None:
+    with pytest.raises(ValueError, match=f"unknown {word}; choose from "):
+        space(HOPPER, filters)
+
+
+def test_kinds_and_launches_share_one_kernel_but_masks_tiles_and_policies_do_not() -> None:
+    problem = Problem("causal", 128, 4096, batch=4, heads=16)
+    found = candidates(problem, HOPPER, SpaceFilter())
+    config = found[0].config
+    same = replace(config, schedule="shift", launch_order="descending", heads_interleaved=4)
+    assert kernel_identity(problem, same) == kernel_identity(problem, config)
+    assert schedule_identity(problem, same) != schedule_identity(problem, config)
+    for other in (replace(config, policy="unordered"), replace(config, signal="plain")):
+        assert kernel_identity(problem, other) != kernel_identity(problem, config)
+    full = replace(problem, mask="full")
+    assert kernel_identity(full, config) != kernel_identity(problem, config)
+    assert len({kernel_identity(problem, c.config) for c in found}) <= 6
+
+
+def test_thorough_is_a_superset() -> None:
+    def configs(filters: SpaceFilter) -> set[Candidate]:
+        return {replace(c, tier=0) for c in space(HOPPER, filters)}
+
+    short = SpaceFilter(("causal",), (64,), (4096,))
+    assert configs(short) < configs(replace(short, thorough=True))
+
+
+def test_every_default_config_of_a_middle_cell_passes_the_proof() -> None:
+    problem = Problem("causal", 128, 2048, batch=8, heads=16)
+    for candidate in candidates(problem, HOPPER, SpaceFilter()):
+        assert prove(problem, candidate.config) >= 1

@@ -1,0 +1,288 @@
+"""A whole sweep with a fake GPU: order, rows, failures by class, resume, budget, interrupts."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tuner.command
+from tuner.command import SweepRequest, UsageError, run_sweep
+from tuner.nvml import VisibleGpu
+from tuner.results import ResultRow, Store
+from tuner.space import SpaceFilter
+
+GPU = VisibleGpu(0, "GPU-fake", "NVIDIA H200", (9, 0))
+SMALL = SpaceFilter(
+    ("causal",), (128,), (1024,), schedules=("shortest_first", "descending", "shift")
+)
+
+
+@pytest.fixture
+def request_(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SweepRequest:
+    """A sweep of a dozen configs on one fake H200."""
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    monkeypatch.setenv("DASH_FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setattr(tuner.command, "visible_gpus", lambda: [GPU])
+    return SweepRequest(
+        gpu="h200",
+        filters=SMALL,
+        db=str(tmp_path / "rows.sqlite"),
+        jobs=1,
+        timeout_s=1.5,
+        compile_timeout_s=20.0,
+        measurer="fake_handlers:FakeMeasurer",
+        compiler="fake_handlers:FakeCompiler",
+    )
+
+
+def rows(request: SweepRequest) -> list[ResultRow]:
+    with Store.open(request.db) as store:
+        return store.results(limit=None)
+
+
+def first_pass(request: SweepRequest) -> list[ResultRow]:
+    return [row for row in rows(request) if (row.telemetry or {}).get("round") != "final"]
+
+
+def plan(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setenv("DASH_FAKE_PLAN", text)
+
+
+def test_every_config_gets_one_row_with_its_resources_and_baseline(request_: SweepRequest) -> None:
+    assert run_sweep(request_) == 0
+    found = first_pass(request_)
+    assert len({row.config_hash for row in found}) == len(found) > 8
+    assert {row.status for row in found} == {"ok"}
+    assert found[0].schedule == "ascending"
+    for row in found:
+        assert (row.registers, row.spill_bytes, row.shared_bytes) == (168, 0, 214016)
+        assert row.min_resident is not None
+        assert row.speedup_vs_baseline is not None
+    shift = next(row for row in found if row.schedule == "shift")
+    assert shift.min_resident == 8
+
+
+def test_the_final_round_holds_the_baselines_and_the_leaders(request_: SweepRequest) -> None:
+    run_sweep(request_)
+    final = [row for row in rows(request_) if (row.telemetry or {}).get("round") == "final"]
+    assert final[0].schedule == "ascending"
+    assert {"unordered", "ordered"} <= {row.policy for row in final}
+    assert {"shortest_first", "shift"} <= {row.schedule for row in final}
+    with Store.open(request_.db) as store:
+        assert {run.command for run in store.runs()} == {"dash-tune", "dash-tune (final round)"}
+        (cell,) = store.winners("h200")
+    assert cell.served is not None
+    assert cell.served.row.schedule == "shortest_first"
+    assert cell.best.row.schedule == "shift"
+    assert set(cell.baselines) == {"ascending", "unordered"}
+
+
+def test_resume_does_nothing_new_and_fresh_does_all_again(
+    request_: SweepRequest, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_sweep(request_)
+    before, work = len(rows(request_)), (tmp_path / "log").read_text()
+    assert run_sweep(request_) == 0
+    assert len(rows(request_)) == before
+    assert (tmp_path / "log").read_text() == work
+    assert "0 configs to do" in capsys.readouterr().out
+    assert run_sweep(replace(request_, fresh=True)) == 0
+    assert len(rows(request_)) == 2 * before
+
+
+def test_each_failure_is_a_row_of_its_class_and_the_sweep_goes_on(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(monkeypatch, "descending=wrong,shift=varies,two_pass=refused,unordered=raise")
+    assert run_sweep(request_) == 3
+    classes = {
+        (row.schedule if row.policy == "ordered" else row.policy): row.status
+        for row in first_pass(request_)
+    }
+    assert classes == {
+        "ascending": "ok",
+        "shortest_first": "ok",
+        "descending": "correctness",
+        "shift": "nondeterminism",
+        "two_pass": "constraints",
+        "unordered": "runtime",
+    }
+    refused = next(row for row in rows(request_) if row.status == "constraints")
+    assert (refused.required_bytes, refused.limit_bytes) == (300000, 232448)
+    wrong = next(row for row in rows(request_) if row.status == "correctness")
+    assert (wrong.rel_error, wrong.budget, wrong.tflops) == (1.0, 0.01, None)
+    out = capsys.readouterr().out
+    counted = Counter(row.status for row in first_pass(request_))
+    for name in ("correctness", "nondeterminism", "constraints", "runtime"):
+        assert f"  {name}: {counted[name]}" in out
+
+
+def test_a_hang_is_a_timeout_and_leaves_no_process(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    plan(monkeypatch, "shift=hang")
+    request = replace(request_, compile_timeout_s=0.5)
+    assert run_sweep(request) == 3
+    found = first_pass(request)
+    assert {row.status for row in found if row.schedule == "shift"} == {"timeout"}
+    assert {row.status for row in found if row.schedule != "shift"} == {"ok"}
+    assert all(row.ms is None for row in found if row.status == "timeout")
+    child = int((tmp_path / "log.child").read_text())
+    assert not Path(f"/proc/{child}").exists() or "Z" in Path(f"/proc/{child}/stat").read_text()
+
+
+@pytest.mark.parametrize(
+    ("action", "said"), [("exit", "illegal memory access"), ("sticky", "misaligned")]
+)
+def test_a_lost_context_is_a_runtime_failure_and_the_next_config_runs_in_a_new_process(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, action: str, said: str
+) -> None:
+    plan(monkeypatch, f"descending={action}")
+    assert run_sweep(request_) == 3
+    found = first_pass(request_)
+    lost = [row for row in found if row.status != "ok"]
+    assert {(row.schedule, row.status) for row in lost} == {("descending", "runtime")}
+    assert all(said in (row.error or "") for row in lost)
+    assert len(found) - len(lost) > 5
+    pids = {line.split()[0] for line in (tmp_path / "log").read_text().splitlines()}
+    assert len(pids) == len(lost) + 1
+
+
+def test_without_a_good_baseline_there_is_no_speedup(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(monkeypatch, "ascending=exit")
+    assert run_sweep(request_) == 3
+    with Store.open(request_.db) as store:
+        (cell,) = store.winners("h200")
+    assert "ascending" not in cell.baselines
+    assert cell.best.speedup_vs_baseline is None
+
+
+def test_a_kernel_that_does_not_compile_is_never_launched(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASH_FAKE_COMPILE", "fail")
+    assert run_sweep(request_) == 3
+    found = first_pass(request_)
+    plain = [row for row in found if row.config["signal"] == "plain"]
+    assert plain
+    assert all(row.status == "compile" and "out of registers" in (row.error or "") for row in plain)
+    assert all(row.status == "ok" for row in found if row not in plain)
+
+
+def test_a_compiler_that_hangs_times_out_and_nothing_usable_is_exit_1(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DASH_FAKE_COMPILE", "hang")
+    filters = replace(SMALL, schedules=("shortest_first",))
+    request = replace(request_, compile_timeout_s=0.5, filters=filters)
+    assert run_sweep(request) == 1
+    assert {row.status for row in rows(request)} == {"timeout"}
+    assert "nothing usable" in capsys.readouterr().out
+
+
+def test_what_does_not_fit_is_a_constraints_row_with_bytes_and_exit_1(
+    request_: SweepRequest,
+) -> None:
+    filters = SpaceFilter(("full",), (128,), (1024,), tiles=((128, 256),), stages=(6,))
+    only = replace(request_, filters=filters)
+    assert run_sweep(only) == 3, "the baseline and the yardstick fit"
+    refused = [row for row in rows(only) if row.status == "constraints"]
+    assert refused
+    assert all(row.error and row.tflops is None for row in refused)
+
+
+def test_more_residents_than_sms_is_left_out_or_said_when_asked_for(request_: SweepRequest) -> None:
+    wide = SpaceFilter(("full",), (128,), (32768,), schedules=("shift",))
+    request = replace(request_, filters=wide)
+    assert run_sweep(request) == 3
+    status = {
+        row.schedule: (row.status, row.error) for row in rows(request) if row.policy == "ordered"
+    }
+    assert status["ascending"][0] == "ok"
+    assert status["shift"][0] == "constraints"
+    assert "256 CTAs" in (status["shift"][1] or "")
+
+
+def test_a_budget_stops_in_order_and_the_same_command_finishes(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(monkeypatch, ",".join(f"{kind}=slow" for kind in ("ascending", "shortest_first", "shift")))
+    assert run_sweep(replace(request_, budget_s=1.5)) in (0, 1)
+    some = len(rows(request_))
+    assert "the same command goes on from here" in capsys.readouterr().out
+    monkeypatch.delenv("DASH_FAKE_PLAN")
+    assert run_sweep(request_) == 0
+    found = first_pass(request_)
+    assert some < len(found) == len({row.config_hash for row in found})
+
+
+def test_retry_repeats_timeouts_and_deaths_only(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(monkeypatch, "descending=exit,shift=wrong")
+    assert run_sweep(request_) == 3
+    plan(monkeypatch, "")
+    assert run_sweep(replace(request_, retry=True)) in (0, 3)
+    last = {row.config_hash: row for row in first_pass(request_)}
+    assert {row.status for row in last.values() if row.schedule == "descending"} == {"ok"}
+    assert {row.status for row in last.values() if row.schedule == "shift"} == {"correctness"}
+
+
+def test_a_worker_that_cannot_start_is_one_line_and_no_row(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan(monkeypatch, "start=fail")
+    with pytest.raises(UsageError, match="no CUDA driver in this test"):
+        run_sweep(request_)
+    assert rows(request_) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupt_keeps_rows_and_children_do_not_survive(
+    request_: SweepRequest, tmp_path: Path, number: int
+) -> None:
+    script = f"""
+import sys
+import tuner.command
+from tuner.command import SweepRequest, run_sweep
+from tuner.nvml import VisibleGpu
+from tuner.space import SpaceFilter
+tuner.command.visible_gpus = lambda: [VisibleGpu(0, "GPU-fake", "NVIDIA H200", (9, 0))]
+sys.exit(run_sweep(SweepRequest(gpu="h200", filters={SMALL!r}, db={request_.db!r}, jobs=1,
+    measurer={request_.measurer!r}, compiler={request_.compiler!r})))
+"""
+    env = {**os.environ, "DASH_FAKE_PLAN": "shift=hang"}
+    env["PYTHONPATH"] = os.pathsep.join(
+        (str(Path(__file__).parent), str(Path(__file__).parents[1]))
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", script.replace("SpaceFilter(masks", "SpaceFilter(masks")],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    marker = tmp_path / "log.child"
+    deadline = time.monotonic() + 30
+    while not marker.exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(child.pid, number)
+    out, _ = child.communicate(timeout=20)
+    assert child.returncode == 130, out
+    assert "the same command goes on from here" in out
+    kept = rows(request_)
+    assert kept
+    assert {row.status for row in kept} == {"ok"}
+    hung = int(marker.read_text())
+    assert not Path(f"/proc/{hung}").exists() or ") Z " in Path(f"/proc/{hung}/stat").read_text()

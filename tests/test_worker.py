@@ -1,0 +1,142 @@
+"""Worker processes: answers, failures, deaths and timeouts, and that nothing they started survives them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tuner.engines.local import Pool
+from tuner.worker import Worker, WorkerStartError
+
+ECHO = "fake_handlers:Echo"
+
+
+@pytest.fixture(autouse=True)
+def handlers_on_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker(ECHO, {"name": "one"}, {"CUDA_VISIBLE_DEVICES": "GPU-1"})
+    yield made
+    made.kill()
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while alive(pid) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not alive(pid)
+
+
+def pid_in(file: Path) -> int:
+    deadline = time.monotonic() + 10
+    while not (file.exists() and file.read_text()) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return int(file.read_text())
+
+
+def test_answers_tasks_in_one_process_of_its_own(worker: Worker) -> None:
+    first, second = worker.call({"n": 1}, 10), worker.call({"n": 2}, 10)
+    assert first.ok
+    assert first.result["echo"] == {"n": 1}
+    assert first.result["cuda"] == "GPU-1"
+    assert second.result["pid"] == first.result["pid"] == worker.pid != os.getpid()
+    assert worker.info == {"options": {"name": "one"}}
+
+
+def test_an_exception_is_a_reply_and_the_worker_goes_on(worker: Worker) -> None:
+    reply = worker.call({"do": "raise"}, 10)
+    assert (reply.ok, reply.failure, reply.error) == (False, "runtime", "ValueError: a bad task")
+    assert not reply.dead
+    assert worker.call({"n": 3}, 10).ok
+
+
+def test_a_death_names_how_and_the_last_words(worker: Worker) -> None:
+    reply = worker.call({"do": "die"}, 10)
+    assert reply.dead
+    assert reply.failure == "runtime"
+    assert reply.error == "the worker process died (exit status 3): last words"
+
+
+def test_a_killed_worker_names_the_signal(worker: Worker) -> None:
+    worker.wait_ready()
+    worker.submit({"do": "child", "file": os.devnull}, 30)
+    os.kill(worker.pid, signal.SIGKILL)
+    reply = None
+    while reply is None:
+        time.sleep(0.02)
+        reply = worker.poll()
+    assert "SIGKILL" in reply.error
+    assert reply.failure == "runtime"
+
+
+def test_a_timeout_kills_the_worker_with_its_children(worker: Worker, tmp_path: Path) -> None:
+    worker.wait_ready()
+    started = time.monotonic()
+    reply = worker.call({"do": "child", "file": str(tmp_path / "pid")}, 1.0)
+    assert reply.failure == "timeout"
+    assert reply.dead
+    assert time.monotonic() - started < 5
+    assert gone_within(pid_in(tmp_path / "pid"), 3)
+    assert not alive(worker.pid)
+
+
+def test_a_worker_ends_with_its_parent(tmp_path: Path) -> None:
+    script = f"""
+import sys, time
+from tuner.worker import Worker
+worker = Worker({ECHO!r}, {{}})
+worker.wait_ready()
+worker.submit({{"do": "child", "file": {str(tmp_path / "pid")!r}}}, 600)
+print(worker.pid, flush=True)
+time.sleep(600)
+"""
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    pid = int(parent.stdout.readline())
+    child = pid_in(tmp_path / "pid")
+    parent.kill()
+    parent.wait()
+    assert gone_within(pid, 5)
+    assert gone_within(child, 5)
+
+
+def test_a_handler_that_cannot_start_says_why() -> None:
+    worker = Worker("fake_handlers:Missing", {})
+    with pytest.raises(WorkerStartError, match="Missing"):
+        worker.wait_ready()
+
+
+def test_the_pool_replaces_a_dead_worker() -> None:
+    pool = Pool(ECHO, [({}, {})])
+    try:
+        slot = pool.slots[0]
+        slot.worker.wait_ready()
+        pool.submit(slot, "a", {"do": "die"}, 10)
+        finished = []
+        while not finished:
+            finished = pool.poll()
+        assert [(ticket, reply.dead) for _, ticket, reply in finished] == [("a", True)]
+        slot.worker.wait_ready()
+        assert slot.idle
+        assert slot.starts == 2
+        assert slot.worker.call({"n": 1}, 10).ok
+    finally:
+        pool.close()

@@ -1,0 +1,281 @@
+"""``dash-tune``: sweeps by default, and looks after what sweeps have stored."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+HELP = "Sweep attention backward configs on this machine's GPUs, or compile them without one."
+app = typer.Typer(help=HELP, no_args_is_help=False, add_completion=False, rich_markup_mode=None)
+
+Db = Annotated[
+    str | None,
+    typer.Option(help="Results database: a file or URL. Default: DASH_DB, else SQLite."),
+]
+GpuName = Annotated[str, typer.Option("--gpu", help="GPU whose rows are meant, for instance h200.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
+Values = list[str] | None
+
+
+@app.callback(invoke_without_command=True)
+def sweep(
+    context: typer.Context,
+    gpu: Annotated[str, typer.Option(help="h800, h200, ...; auto takes what is there.")] = "auto",
+    mask: Annotated[
+        Values, typer.Option(help="full, causal; repeat or separate by commas.")
+    ] = None,
+    head_dim: Annotated[Values, typer.Option(help="Head dimensions. Default: 64, 128.")] = None,
+    seq_len: Annotated[
+        Values, typer.Option(help="Sequence lengths. Default: 512 to 16384.")
+    ] = None,
+    dtype: Annotated[Values, typer.Option(help="bfloat16 (default), float16.")] = None,
+    heads: Annotated[int, typer.Option(help="Heads. Default: hidden 2048 / head_dim.")] = 0,
+    schedule: Annotated[
+        Values, typer.Option(help="Kinds of schedule. Default: every kind.")
+    ] = None,
+    backend: Annotated[
+        Values, typer.Option(help="hopper, portable. Default: the chip's best.")
+    ] = None,
+    tile: Annotated[Values, typer.Option(help="Tiles as block_m x block_n: 64x128.")] = None,
+    stages: Annotated[Values, typer.Option(help="Q/dO stages to try on each tile.")] = None,
+    thorough: Annotated[
+        bool, typer.Option(help="The whole product of kinds, tiles and launches.")
+    ] = False,
+    db: Db = None,
+    budget: Annotated[str | None, typer.Option(help="Stop cleanly after 90s, 15m, 1h.")] = None,
+    fresh: Annotated[bool, typer.Option(help="Do again what has a row. Default: resume.")] = False,
+    retry: Annotated[bool, typer.Option(help="Do again what timed out or died.")] = False,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds for one config on the GPU.", min=1.0)
+    ] = 60.0,
+    compile_timeout: Annotated[
+        float, typer.Option(help="Seconds for one compile.", min=1.0)
+    ] = 240.0,
+    jobs: Annotated[
+        int, typer.Option(help="Compile processes. Default: the CPU cores.", min=0)
+    ] = 0,
+    engine: Annotated[str, typer.Option(help="local: the GPUs of this host.")] = "local",
+    compile_only: Annotated[
+        bool, typer.Option(help="No GPU: registers, spills, shared memory.")
+    ] = False,
+    simulate: Annotated[
+        bool, typer.Option(help="With --compile-only: the model's times too.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option(help="List the configs and stop.")] = False,
+    as_json: AsJson = False,
+    serve: Annotated[bool, typer.Option(help="Start dash-serve beside the sweep.")] = False,
+    host: Annotated[str, typer.Option(help="For --serve.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="For --serve.")] = 8000,
+) -> None:
+    """Sweep attention backward configs on this machine's GPUs, or compile them without one.
+
+    Exit codes: 0 all measured; 1 nothing usable; 2 bad usage; 3 some configs failed, each listed by class.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    from tuner.command import SweepRequest, parse_duration, run_sweep
+    from tuner.space import SpaceFilter
+
+    filters = SpaceFilter(
+        masks=_words(mask),
+        head_dims=_numbers("head-dim", head_dim),
+        seq_lens=_numbers("seq-len", seq_len),
+        dtypes=_words(dtype),
+        heads=heads,
+        schedules=_words(schedule),
+        backends=_words(backend),
+        tiles=_tiles(tile),
+        stages=_numbers("stages", stages),
+        thorough=thorough,
+    )
+    request = SweepRequest(
+        gpu=gpu,
+        filters=filters,
+        db=db,
+        budget_s=parse_duration(budget) if budget else 0.0,
+        timeout_s=timeout,
+        compile_timeout_s=compile_timeout,
+        jobs=jobs,
+        engine=engine,
+        fresh=fresh,
+        retry=retry,
+        compile_only=compile_only,
+        simulate=simulate,
+        dry_run=dry_run,
+        as_json=as_json,
+        serve=serve,
+        host=host,
+        port=port,
+        command=" ".join(["dash-tune", *sys.argv[1:]]),
+    )
+    raise typer.Exit(run_sweep(request))
+
+
+@app.command()
+def show(
+    gpu: GpuName = "",
+    mask: Annotated[str | None, typer.Option()] = None,
+    head_dim: Annotated[int | None, typer.Option()] = None,
+    source: Annotated[str, typer.Option(help="measured, compiled or modelled.")] = "measured",
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Winners by shape: the best config safe to serve, the best of all, and the baselines."""
+    from tuner import stored
+
+    stored.show(db, gpu, mask, head_dim, source, as_json)
+
+
+@app.command()
+def export(
+    output: Annotated[
+        Path, typer.Argument(help="FILE.json (lookup table), .csv, .parquet, .json.gz (all runs).")
+    ],
+    gpu: GpuName = "",
+    db: Db = None,
+    name: Annotated[
+        str | None, typer.Option(help="Release name to write into a lookup table.")
+    ] = None,
+) -> None:
+    """Write the lookup table or the rows of a GPU; the ending of the file tells the format."""
+    from tuner import stored
+
+    stored.export(db, gpu, output, name)
+
+
+@app.command("import")
+def import_(
+    file: Annotated[
+        Path, typer.Argument(help="A .json.gz, .json, .csv or .parquet that export wrote.")
+    ],
+    db: Db = None,
+) -> None:
+    """Merge exported rows into the database; rows that are there already stay as they are."""
+    from tuner import stored
+
+    stored.import_rows(db, file)
+
+
+@app.command()
+def release(
+    gpu: GpuName = "",
+    name: Annotated[str | None, typer.Option(help="Default: the GPU and today's date.")] = None,
+    notes: Annotated[str, typer.Option(help="A line on what changed.")] = "",
+    db: Db = None,
+) -> None:
+    """Freeze the winners of now as a numbered, immutable lookup table."""
+    from tuner import stored
+
+    stored.release(db, gpu, name, notes)
+
+
+@app.command()
+def verify(
+    mask: Annotated[Values, typer.Option()] = None,
+    head_dim: Annotated[Values, typer.Option()] = None,
+    seq_len: Annotated[Values, typer.Option(help="Default: 1024, 4096.")] = None,
+    dtype: Annotated[Values, typer.Option()] = None,
+    runs: Annotated[int, typer.Option(help="Runs whose bits are compared.", min=2)] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """Run the configs that the dispatcher would serve: bits equal, errors within the budget?"""
+    from tuner import stored
+    from tuner.space import SpaceFilter
+
+    filters = SpaceFilter(
+        masks=_words(mask),
+        head_dims=_numbers("head-dim", head_dim),
+        seq_lens=_numbers("seq-len", seq_len) or (1024, 4096),
+        dtypes=_words(dtype),
+    )
+    raise typer.Exit(stored.verify(filters, runs, as_json))
+
+
+@app.command()
+def peers(
+    mask: Annotated[Values, typer.Option()] = None,
+    head_dim: Annotated[Values, typer.Option()] = None,
+    seq_len: Annotated[Values, typer.Option()] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="Default: benchmarks/results/peers-GPU-DATE.json.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=3)] = 30,
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """Whole backwards side by side with the attention kernels that are installed, in one run, interleaved."""
+    from tuner.peers import run_peers
+    from tuner.space import SpaceFilter
+
+    filters = SpaceFilter(
+        masks=_words(mask),
+        head_dims=_numbers("head-dim", head_dim),
+        seq_lens=_numbers("seq-len", seq_len),
+    )
+    raise typer.Exit(run_peers(filters, db, output, rounds, as_json))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """GPU, driver, compiler, clocks: what is there, what is missing, and the remedy."""
+    import json
+    from dataclasses import asdict
+
+    from tuner.doctor import examine
+
+    checks = examine()
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], indent=1))
+    else:
+        for check in checks:
+            print(f"{check.state:8} {check.line}")
+    raise typer.Exit(1 if any(check.state == "missing" for check in checks) else 0)
+
+
+def _words(values: Sequence[str] | None) -> tuple[str, ...]:
+    return tuple(
+        word.strip() for value in values or () for word in value.split(",") if word.strip()
+    )
+
+
+def _numbers(option: str, values: Sequence[str] | None) -> tuple[int, ...]:
+    words = _words(values)
+    for word in words:
+        if not word.isdigit() or int(word) < 1:
+            _fail(f"--{option} {word!r} is not a positive integer")
+    return tuple(int(word) for word in words)
+
+
+def _tiles(values: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
+    found = []
+    for word in _words(values):
+        block_m, _, block_n = word.partition("x")
+        if not (block_m.isdigit() and block_n.isdigit()):
+            _fail(f"--tile {word!r} is not block_m x block_n; write 64x128")
+        found.append((int(block_m), int(block_n)))
+    return tuple(found)
+
+
+def _fail(message: str) -> Any:
+    print(f"dash-tune: {message}", file=sys.stderr)
+    raise typer.Exit(2)
+
+
+def main() -> None:
+    """Entry point: bad usage and an unusable database are one line on stderr and exit code 2."""
+    from tuner.command import UsageError
+    from tuner.results.rows import StoreError
+
+    try:
+        app()
+    except (UsageError, StoreError) as error:
+        print(f"dash-tune: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

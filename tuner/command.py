@@ -1,0 +1,351 @@
+"""The sweep command: what was asked, on which GPU, checked before anything is started or written."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dash_kernels.device import GpuSpec, environment, gpu_name, resolve_gpu, slug
+from tuner import doctor
+from tuner.engines.local import Pool, compile_pool, gpu_pool
+from tuner.nvml import VisibleGpu, visible_gpus
+from tuner.plan import Summary, SweepSettings
+from tuner.policy import MeasurementPolicy
+from tuner.report import duration, failure_line, make_reporter
+from tuner.results import Store
+from tuner.space import Candidate, SpaceFilter, space, validate
+from tuner.sweep import Sweep
+from tuner.worker import WorkerStartError
+
+MEASURER = "tuner.measure:Measurer"
+COMPILER = "tuner.compile:Compiler"
+LISTED_FAILURES = 20
+
+
+class UsageError(Exception):
+    """Bad usage: one line that names what is wrong and the remedy. Exit code 2, nothing written."""
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRequest:
+    """What ``dash-tune`` was asked to do. ``measurer`` and ``compiler`` are worker handlers (tests bring their own)."""
+
+    gpu: str
+    filters: SpaceFilter = field(default_factory=SpaceFilter)
+    db: str | None = None
+    budget_s: float = 0.0
+    timeout_s: float = 60.0
+    compile_timeout_s: float = 240.0
+    jobs: int = 0
+    engine: str = "local"
+    fresh: bool = False
+    retry: bool = False
+    compile_only: bool = False
+    simulate: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+    serve: bool = False
+    host: str = "127.0.0.1"
+    port: int = 8000
+    command: str = "dash-tune"
+    policy: MeasurementPolicy = field(default_factory=MeasurementPolicy)
+    measurer: str = MEASURER
+    compiler: str = COMPILER
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """The chip that rows are for; ``gpus`` is empty when nothing is to be measured."""
+
+    name: str
+    capability: tuple[int, int]
+    spec: GpuSpec | None
+    gpus: tuple[VisibleGpu, ...] = ()
+
+
+def run_sweep(request: SweepRequest) -> int:
+    """Do what was asked and answer the exit code. Raises UsageError or StoreError before anything is written."""
+    target = resolve_target(request)
+    candidates = _candidates(request, target)
+    if request.dry_run:
+        _list(request, target, candidates)
+        return 0
+    if request.engine != "local":
+        raise UsageError(f"engine {request.engine!r} is not in this release; use --engine local")
+    missing = (
+        doctor.preflight(target.capability, with_gpu=not request.compile_only)
+        if _real(request)
+        else []
+    )
+    if missing:
+        raise UsageError("; ".join(check.line for check in missing))
+    with Store.open(request.db) as store:
+        server = _start_server(request) if request.serve else None
+        summary = _sweep(request, target, candidates, store)
+        _conclude(request, target, summary, store, server)
+    return summary.exit_code
+
+
+def resolve_target(request: SweepRequest) -> Target:
+    """Which chip, and which of this machine's GPUs. Raises UsageError naming what is there instead."""
+    spec = None
+    if request.gpu != "auto":
+        try:
+            spec = resolve_gpu(request.gpu)
+        except ValueError as error:
+            raise UsageError(str(error)) from None
+    if request.compile_only and spec is not None:
+        return Target(spec.name, spec.capability, spec)
+    gpus = visible_gpus()
+    if request.compile_only and not gpus:
+        raise UsageError(
+            "--gpu auto finds no GPU here; name the chip to compile for, for instance --gpu h800"
+        )
+    if request.dry_run and spec is not None and not gpus:
+        return Target(spec.name, spec.capability, spec)
+    if not gpus:
+        raise UsageError(doctor.gpu().line)
+    names = [gpu_name(gpu.driver_name) or slug(gpu.driver_name) for gpu in gpus]
+    wanted = spec.name if spec else names[0]
+    chosen = tuple(gpu for gpu, name in zip(gpus, names, strict=True) if name == wanted)
+    if not chosen:
+        found = ", ".join(
+            dict.fromkeys(
+                f"{gpu.driver_name} ({name})" for gpu, name in zip(gpus, names, strict=True)
+            )
+        )
+        raise UsageError(
+            f"--gpu {request.gpu}: this machine has {found}; use --gpu auto, or --compile-only to compile for {wanted}"
+        )
+    capability = chosen[0].capability
+    with contextlib.suppress(ValueError):
+        spec = resolve_gpu(wanted)
+    return Target(wanted, capability, spec, () if request.compile_only else chosen)
+
+
+def _candidates(request: SweepRequest, target: Target) -> list[Candidate]:
+    if request.simulate and target.spec is None:
+        raise UsageError(
+            f"--simulate needs a chip with a known data sheet; {target.name} is not one"
+        )
+    if request.simulate and not request.compile_only:
+        raise UsageError("--simulate goes with --compile-only: a sweep on a GPU measures")
+    try:
+        validate(request.filters)
+        candidates = space(target.capability, request.filters)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    if not candidates:
+        raise UsageError(
+            "the filters leave no config: this schedule has none for this mask; see dash-tune --dry-run"
+        )
+    return candidates
+
+
+def _real(request: SweepRequest) -> bool:
+    return request.compiler == COMPILER
+
+
+def _list(request: SweepRequest, target: Target, candidates: Sequence[Candidate]) -> None:
+    import json
+
+    for candidate in candidates:
+        problem, config = candidate.problem, candidate.config
+        if request.as_json:
+            entry = {
+                "tier": candidate.tier,
+                "problem": problem.to_dict(),
+                "config": config.to_dict(),
+                "refused": candidate.support.reason or None,
+            }
+            print(json.dumps(entry))
+            continue
+        refused = f"  ({candidate.support.reason})" if not candidate.runnable else ""
+        print(
+            f"{problem.mask:7}d={problem.head_dim:<4} seq_len={problem.seq_len:<6} {problem.dtype} batch={problem.batch:<3} "
+            f"heads={problem.heads:<3} {config.backend:9}{config.label()}{refused}"
+        )
+    if not request.as_json:
+        print(f"{len(candidates)} configs for {target.name}; nothing was run")
+
+
+# -- the sweep itself ---------------------------------------------------------------------------------------------
+
+
+def _sweep(
+    request: SweepRequest, target: Target, candidates: Sequence[Candidate], store: Store
+) -> Summary:
+    reporter = make_reporter(request.as_json)
+    compilers: Pool | None = None
+    gpus: Pool | None = None
+    try:
+        if target.gpus:
+            gpus = gpu_pool(request.measurer, target.gpus, {"policy": request.policy.to_dict()})
+        jobs = request.jobs or max(1, (os.cpu_count() or 2) - len(target.gpus))
+        options = {
+            "capability": target.capability,
+            "gpu": target.spec.name if target.spec else None,
+        }
+        compilers = compile_pool(request.compiler, jobs, options)
+        about = _environment(target, gpus)
+        sweep = Sweep(
+            store,
+            _settings(request, target, about),
+            candidates,
+            compilers,
+            gpus,
+            about,
+            reporter,
+        )
+        with _interrupts(sweep):
+            return sweep.run()
+    except WorkerStartError as error:
+        raise UsageError(f"{error}; dash-tune doctor says what this machine lacks") from None
+    finally:
+        for pool in (gpus, compilers):
+            if pool is not None:
+                pool.close()
+        reporter.close()
+
+
+def _environment(target: Target, gpus: Pool | None) -> dict[str, Any]:
+    """What the worker sees of its GPU and software; without a GPU, the chip's own identity in its place."""
+    if gpus is not None:
+        worker = gpus.slots[0].worker
+        worker.wait_ready()
+        found: dict[str, Any] = worker.info["environment"]
+        return found
+    spec = target.spec
+    chip = {
+        "gpu": target.name,
+        "gpu_name": None,
+        "sms": spec.sms if spec else None,
+        "capability": "{}.{}".format(*target.capability),
+        "driver": None,
+    }
+    return {**environment(), **chip}
+
+
+def _settings(request: SweepRequest, target: Target, about: dict[str, Any]) -> SweepSettings:
+    filters = request.filters
+    return SweepSettings(
+        gpu=target.name,
+        capability=target.capability,
+        sms=int(about.get("sms") or (target.spec.sms if target.spec else 1)),
+        source="compiled" if request.compile_only else "measured",
+        command=request.command,
+        timeout_s=request.timeout_s,
+        compile_timeout_s=request.compile_timeout_s,
+        budget_s=request.budget_s,
+        fresh=request.fresh,
+        retry=request.retry,
+        simulate=request.simulate,
+        asked=bool(filters.schedules or filters.tiles or filters.stages),
+        backend=filters.backends[0] if filters.backends else "",
+        policy=request.policy,
+    )
+
+
+@contextlib.contextmanager
+def _interrupts(sweep: Sweep) -> Iterator[None]:
+    """The first Ctrl-C (or SIGTERM) ends the sweep in order; a second one ends it at once."""
+
+    previous: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
+
+    def handler(number: int, _: Any) -> None:
+        signal.signal(number, previous[number])
+        sweep.stop("interrupt")
+
+    for number in previous:
+        signal.signal(number, handler)
+    try:
+        yield
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+def _start_server(request: SweepRequest) -> subprocess.Popen[bytes]:
+    """``dash-serve`` as a process of its own; it goes on when the sweep has ended."""
+    beside = Path(sys.executable).with_name("dash-serve")
+    program = str(beside) if beside.exists() else shutil.which("dash-serve")
+    if program is None:
+        raise UsageError(
+            "--serve: the program dash-serve is not installed; pip install dash-kernels"
+        )
+    arguments = [program, "--host", request.host, "--port", str(request.port)]
+    if request.db:
+        arguments += ["--db", request.db]
+    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def _conclude(
+    request: SweepRequest,
+    target: Target,
+    summary: Summary,
+    store: Store,
+    server: subprocess.Popen[bytes] | None,
+) -> None:
+    """Say what was done, each failure by class, and how to go on."""
+    import json
+
+    classes = {name: summary.counts[name] for name in sorted(summary.counts) if name != "ok"}
+    if request.as_json:
+        values = {
+            "ok": summary.counts["ok"],
+            "resumed": summary.resumed,
+            "pruned": summary.pruned,
+            "left": summary.left,
+            "failed": classes,
+            "stopped": summary.stopped,
+            "seconds": round(summary.seconds, 3),
+            "database": store.where,
+            "exit_code": summary.exit_code,
+        }
+        print(json.dumps({"event": "end", **values}))
+        return
+    print(
+        f"{summary.counts['ok']} ok, {sum(classes.values())} failed, {summary.resumed} from before",
+        end="",
+    )
+    print(f", in {duration(summary.seconds)}; rows in {store.where}")
+    if summary.pruned:
+        print(
+            f"{summary.pruned} configs left out: they need more CTAs at once than {target.name} has SMs"
+        )
+    for name, count in classes.items():
+        print(f"  {name}: {count}")
+    for row in summary.failures[:LISTED_FAILURES]:
+        print(f"    {failure_line(row)}")
+    if len(summary.failures) > LISTED_FAILURES:
+        print(f"    and {len(summary.failures) - LISTED_FAILURES} more")
+    if summary.stopped and summary.left:
+        why = "the budget is spent" if summary.stopped == "budget" else "interrupted"
+        print(f"{why}; {summary.left} configs are left: the same command goes on from here")
+    if summary.usable == 0:
+        print("nothing usable was measured" if target.gpus else "nothing usable was compiled")
+    if server is not None:
+        ended = server.poll()
+        where = f"http://{request.host}:{request.port}"
+        print(
+            f"serving {where} as process {server.pid}"
+            if ended is None
+            else f"dash-serve ended with status {ended}"
+        )
+
+
+def parse_duration(text: str) -> float:
+    """Seconds of ``90``, ``90s``, ``15m`` or ``1h``. Raises UsageError."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|h)?", text.strip())
+    if match is None or float(match.group(1)) <= 0:
+        raise UsageError(f"budget {text!r} is not a time; write 90s, 15m or 1h")
+    return float(match.group(1)) * {"s": 1, "m": 60, "h": 3600, None: 1}[match.group(2)]

@@ -1,0 +1,140 @@
+"""What is known of a candidate without a GPU: its schedule's proof, its kernel's resources, the model's time.
+
+:class:`Compiler` is the handler of the compile processes (``tuner.worker``). A kernel reads its schedule from arrays,
+so candidates that differ only in kind or launch share one kernel: :func:`kernel_identity` names it, and the sweep
+compiles each name once.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from dataclasses import replace
+from typing import Any
+
+from dash_kernels.device import GpuSpec
+from dash_kernels.problem import Config, Problem, padded_head_dim
+from tuner.failures import CandidateError
+
+# Share of the matrix peak that the prototype's main kernel reached on an H200 between waits (ncu, prototype/README.md).
+MATRIX_SHARE = {64: 0.56, 128: 0.68}
+REDUCE_SHARE = 0.3  # r / c, the model's default
+
+
+def kernel_identity(problem: Problem, config: Config, persistent: bool = False) -> str:
+    """Names the compiled kernel of a candidate: equal for candidates that run the same machine code.
+
+    ``persistent`` is the cooperative form that a kind with min_resident > 1 runs as.
+    """
+    shared = replace(
+        config, schedule="ascending", group=1, launch_order="ascending", heads_interleaved=1
+    )
+    kernel = [
+        shared.to_dict(),
+        padded_head_dim(problem.head_dim),
+        problem.dtype,
+        problem.mask,
+        persistent,
+    ]
+    return json.dumps(kernel, sort_keys=True)
+
+
+def schedule_identity(problem: Problem, config: Config) -> str:
+    """Names the proof that a candidate needs: equal for candidates with the same arrays and launch."""
+    return json.dumps(
+        [
+            [config.schedule, config.group, config.launch_order, config.heads_interleaved],
+            [problem.seq_len, problem.seq_len_kv, config.block_m, config.block_n, problem.mask],
+            problem.batch * problem.heads if config.heads_interleaved == 0 else 0,
+        ]
+    )
+
+
+def prove(problem: Problem, config: Config) -> int:
+    """min_resident of a candidate's schedule. Raises CandidateError (constraints) when the proof fails."""
+    from dash_kernels.schedules import Launch, ScheduleError, TileGrid, build, check
+
+    try:
+        schedule = build(config.schedule, TileGrid.for_config(problem, config), config.group)
+        return check(
+            schedule, Launch.for_config(config), problem.batch * problem.heads
+        ).min_resident
+    except ScheduleError as error:
+        raise CandidateError("constraints", str(error)) from error
+
+
+def compile_kernel(problem: Problem, config: Config, capability: tuple[int, int]) -> dict[str, Any]:
+    """Registers, spill bytes and shared memory of a candidate's kernel, read off its cubin.
+
+    Raises CandidateError (compile) with the compiler's own words.
+    """
+    from dash_kernels.kernels.compile import KernelCompileError, compile_backward
+
+    try:
+        resources = compile_backward(
+            config,
+            head_dim=padded_head_dim(problem.head_dim),
+            dtype=problem.dtype,
+            causal=problem.causal,
+            capability=capability,
+        )
+    except KernelCompileError as error:
+        log = str(getattr(error, "log", "") or "").strip()
+        raise CandidateError("compile", f"{error}\n{log}".strip()) from error
+    return {
+        "registers": resources.registers,
+        "spill_bytes": resources.spill_bytes,
+        "shared_bytes": resources.shared_bytes,
+        "warnings": list(resources.warnings),
+    }
+
+
+def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
+    """The model's time of a candidate in ms: the makespan of its tiles on the GPU's SMs.
+
+    A tile's compute cost is its five matmuls at one SM's share of the data-sheet peak times MATRIX_SHARE; its reduce
+    cost is REDUCE_SHARE of that. Delta pass and dQ cast are not modelled.
+    """
+    from dash_kernels.critical_path import simulate
+    from dash_kernels.schedules import Launch, TileGrid, build
+
+    dim = padded_head_dim(problem.head_dim)
+    schedule = build(config.schedule, TileGrid.for_config(problem, config), config.group)
+    simulation = simulate(
+        schedule,
+        slots=gpu.sms,
+        c=1.0,
+        r=0.0 if config.policy == "unordered" else REDUCE_SHARE,
+        heads=problem.batch * problem.heads,
+        launch=Launch.for_config(config),
+        gantt=False,
+    )
+    tile_flops = 10.0 * config.block_m * config.block_n * dim
+    flops_per_ms = gpu.peak_tflops * 1e9 / gpu.sms * MATRIX_SHARE[dim]
+    return float(simulation.makespan) * tile_flops / flops_per_ms
+
+
+class Compiler:
+    """Worker handler for the CPU side: tasks ``prove``, ``compile`` and ``predict``."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from dash_kernels.device import resolve_gpu
+
+        major, minor = options["capability"]
+        self.capability = (int(major), int(minor))
+        self.gpu = resolve_gpu(options["gpu"]) if options.get("gpu") else None
+        self.info: dict[str, Any] = {}
+        self._predict = functools.lru_cache(maxsize=None)(predict_ms)
+
+    def handle(self, task: dict[str, Any]) -> dict[str, Any]:
+        problem, config = Problem.from_dict(task["problem"]), Config.from_dict(task["config"])
+        if task["kind"] == "prove":
+            return {"min_resident": prove(problem, config)}
+        if task["kind"] == "compile":
+            return compile_kernel(problem, config, self.capability)
+        if self.gpu is None:
+            raise CandidateError("constraints", "the model needs a GPU whose data sheet is known")
+        return {"predicted": self._predict(problem, config, self.gpu)}
+
+    def healthy(self) -> bool:
+        return True

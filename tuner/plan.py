@@ -1,0 +1,90 @@
+"""What a sweep is made of: its settings, its items, what it reports to, and its summary."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from dash_kernels.problem import Config, Problem
+from tuner.policy import MeasurementPolicy
+from tuner.results import ResultRow
+from tuner.space import Candidate
+
+
+@dataclass(frozen=True, slots=True)
+class SweepSettings:
+    """``timeout_s`` bounds one candidate on the GPU, ``compile_timeout_s`` one compile; 0 budget is no limit.
+
+    ``asked``: the user named what to try, so a candidate that cannot run gets a row instead of being left out.
+    """
+
+    gpu: str
+    capability: tuple[int, int]
+    sms: int
+    source: str = "measured"
+    command: str = ""
+    timeout_s: float = 60.0
+    compile_timeout_s: float = 240.0
+    budget_s: float = 0.0
+    fresh: bool = False
+    retry: bool = False
+    simulate: bool = False
+    asked: bool = False
+    backend: str = ""
+    policy: MeasurementPolicy = field(default_factory=MeasurementPolicy)
+
+
+class Reporter(Protocol):
+    """Where progress goes: a live table, plain lines, or JSON lines."""
+
+    def begin(self, total: int, resumed: int) -> None: ...
+
+    def row(self, row: ResultRow) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def tick(self) -> None: ...
+
+
+@dataclass
+class Summary:
+    """What a sweep did. ``resumed`` candidates had rows before; ``left`` are those it did not come to."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    failures: list[ResultRow] = field(default_factory=list)
+    total: int = 0
+    resumed: int = 0
+    usable: int = 0
+    pruned: int = 0
+    left: int = 0
+    stopped: str = ""
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0 all measured, 1 nothing usable, 3 some failed: of what this sweep covers, earlier commands included."""
+        if self.stopped == "interrupt":
+            return 130
+        if self.usable == 0:
+            return 1
+        return 3 if self.failures else 0
+
+
+@dataclass
+class Item:
+    """A candidate on its way: its proof and its kernel have to be there before it can run."""
+
+    candidate: Candidate
+    hash: str
+    prove_key: str
+    kernel_key: str
+    state: str = "waiting"  # waiting, running, done
+
+    @property
+    def problem(self) -> Problem:
+        return self.candidate.problem
+
+    @property
+    def config(self) -> Config:
+        return self.candidate.config

@@ -1,0 +1,193 @@
+"""What a sweep shows while it runs: a live table on a terminal, plain lines elsewhere, JSON lines for machines."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from typing import Any, TextIO
+
+from dash_kernels.problem import Config
+from tuner.results import ResultRow
+
+PLAIN_EVERY_S = 10.0
+SHOWN_FAILURES = 3
+
+
+def shape_of(row: ResultRow) -> str:
+    return f"{row.mask} d={row.head_dim} seq_len={row.seq_len} {row.dtype}"
+
+
+def duration(seconds: float) -> str:
+    minutes, rest = divmod(int(seconds + 0.5), 60)
+    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+
+
+class Progress:
+    """Counts that every reporter shows. ``best`` holds the fastest deterministic row of each shape."""
+
+    def __init__(self) -> None:
+        self.total = self.resumed = self.done = self.failed = 0
+        self.best: dict[str, ResultRow] = {}
+        self.baseline: dict[str, float] = {}
+        self.started = time.monotonic()
+
+    def add(self, row: ResultRow) -> None:
+        self.done += 1
+        if row.status != "ok":
+            self.failed += 1
+            return
+        shape = shape_of(row)
+        leader = self.best.get(shape)
+        if (
+            row.policy != "unordered"
+            and row.tflops
+            and (leader is None or row.tflops > (leader.tflops or 0))
+        ):
+            self.best[shape] = row
+
+    def seconds_left(self) -> float | None:
+        """At the pace so far; None before there is one."""
+        if not self.done:
+            return None
+        return (time.monotonic() - self.started) / self.done * (self.total - self.done)
+
+    def headline(self) -> str:
+        left = self.seconds_left()
+        parts = [f"{self.done}/{self.total} configs"]
+        if self.resumed:
+            parts.append(f"{self.resumed} from before")
+        if self.failed:
+            parts.append(f"{self.failed} failed")
+        if left is not None and self.done < self.total:
+            parts.append(f"about {duration(left)} left")
+        return ", ".join(parts)
+
+
+class PlainReporter:
+    """A line now and then, and one for each failure."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self.progress = Progress()
+        self._stream = stream or sys.stdout
+        self._last = 0.0
+
+    def begin(self, total: int, resumed: int) -> None:
+        self.progress.total, self.progress.resumed = total, resumed
+        self.note(f"{total} configs to do" + (f", {resumed} done before" if resumed else ""))
+
+    def row(self, row: ResultRow) -> None:
+        self.progress.add(row)
+        if row.status != "ok":
+            self.note(failure_line(row))
+        first = self.progress.done == 1
+        if first or time.monotonic() - self._last >= PLAIN_EVERY_S:
+            self._last = time.monotonic()
+            self.note(self.progress.headline() + f"; {row_line(row)}")
+
+    def note(self, text: str) -> None:
+        print(text, file=self._stream, flush=True)
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class JsonReporter(PlainReporter):
+    """One JSON object a line: ``{"event": "row", ...}``."""
+
+    def begin(self, total: int, resumed: int) -> None:
+        self.progress.total, self.progress.resumed = total, resumed
+        self._event("begin", total=total, resumed=resumed)
+
+    def row(self, row: ResultRow) -> None:
+        self.progress.add(row)
+        values = row.to_dict()
+        for name in ("samples", "telemetry", "created_at", "id", "run_id", "run_uuid"):
+            values.pop(name, None)
+        self._event("row", **values)
+
+    def note(self, text: str) -> None:
+        self._event("note", text=text)
+
+    def _event(self, event: str, **values: Any) -> None:
+        print(
+            json.dumps({"event": event, **values}, allow_nan=False), file=self._stream, flush=True
+        )
+
+
+class LiveReporter:
+    """A table of shapes that is redrawn in place, with a bar and the time left."""
+
+    def __init__(self) -> None:
+        from rich.console import Console
+        from rich.live import Live
+
+        self.progress = Progress()
+        self._notes: list[str] = []
+        self._live = Live(console=Console(), refresh_per_second=4, get_renderable=self._render)
+        self._live.start()
+
+    def begin(self, total: int, resumed: int) -> None:
+        self.progress.total, self.progress.resumed = total, resumed
+
+    def row(self, row: ResultRow) -> None:
+        self.progress.add(row)
+        if row.status != "ok":
+            self.note(failure_line(row))
+
+    def note(self, text: str) -> None:
+        self._live.console.print(text, markup=False, highlight=False)
+
+    def tick(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> Any:
+        from rich.console import Group
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table(title="best deterministic config so far", title_justify="left")
+        for name in ("shape", "config", "TFLOPS", "against ascending", "registers", "spill bytes"):
+            table.add_column(name, justify="left" if name in ("shape", "config") else "right")
+        for shape, row in sorted(self.progress.best.items()):
+            table.add_row(shape, *_columns(row))
+        bar = ProgressBar(total=max(1, self.progress.total), completed=self.progress.done, width=60)
+        return Group(table, bar, self.progress.headline())
+
+
+def _columns(row: ResultRow) -> tuple[str, ...]:
+    return (
+        Config.from_dict(row.config).label(),
+        f"{row.tflops:.1f}" if row.tflops else "",
+        f"{row.speedup_vs_baseline:.2f}x" if row.speedup_vs_baseline else "",
+        "" if row.registers is None else str(row.registers),
+        "" if row.spill_bytes is None else str(row.spill_bytes),
+    )
+
+
+def row_line(row: ResultRow) -> str:
+    """One row for a person."""
+    label = Config.from_dict(row.config).label()
+    if row.status != "ok":
+        return f"{shape_of(row)}: {label}: {row.status}"
+    if row.tflops:
+        return f"{shape_of(row)}: {label}: {row.tflops:.1f} TFLOPS"
+    return f"{shape_of(row)}: {label}: {row.registers} registers, {row.spill_bytes} spill bytes"
+
+
+def failure_line(row: ResultRow) -> str:
+    """Class, config and the first line of what went wrong."""
+    lines = (row.error or "").splitlines() or [""]
+    return f"{row.status}: {shape_of(row)}: {Config.from_dict(row.config).label()}: {lines[0]}"
+
+
+def make_reporter(as_json: bool) -> PlainReporter | LiveReporter:
+    if as_json:
+        return JsonReporter()
+    return LiveReporter() if sys.stdout.isatty() else PlainReporter()

@@ -1,0 +1,221 @@
+"""The subcommands that look after stored rows: show, export, import, release, verify."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from dash_kernels.problem import MASKS, Config
+from tuner.command import UsageError
+from tuner.results import ResultFilter, Store
+from tuner.results.rows import SOURCES
+from tuner.space import SpaceFilter
+from tuner.winners import Cell, Winner
+
+PIPED_WIDTH = 180
+COLUMNS = (
+    "mask",
+    "d",
+    "seq_len",
+    "dtype",
+    "winner",
+    "TFLOPS",
+    "vs ascending",
+    "lead",
+    "registers",
+    "spill",
+    "best of all",
+)
+
+
+def _open(db: str | None, *, writing: bool = False) -> Store:
+    store = Store.open(db)
+    if not writing:
+        store.load_shipped()
+    return store
+
+
+def _gpu(store: Store, gpu: str) -> str:
+    """The GPU meant: the named one, or the only one that has rows."""
+    known = store.gpus()
+    if gpu and gpu in known:
+        return gpu
+    if gpu:
+        raise UsageError(
+            f"nothing is stored for GPU {gpu!r}; stored: {', '.join(known) or 'nothing yet'}"
+        )
+    if len(known) == 1:
+        return known[0]
+    if not known:
+        raise UsageError(f"{store.where} holds no rows; run dash-tune --gpu auto first")
+    raise UsageError(f"several GPUs have rows; say --gpu {' or --gpu '.join(known)}")
+
+
+def show(
+    db: str | None, gpu: str, mask: str | None, head_dim: int | None, source: str, as_json: bool
+) -> None:
+    """Print the winners of each cell."""
+    for option, value, known in (("mask", mask, MASKS), ("source", source, SOURCES)):
+        if value is not None and value not in known:
+            raise UsageError(f"unknown {option} {value!r}; choose from {', '.join(known)}")
+    with _open(db) as store:
+        gpu = _gpu(store, gpu)
+        cells = store.winners(gpu, ResultFilter(mask=mask, head_dim=head_dim), source=source)
+        if as_json:
+            print(
+                json.dumps(
+                    {"gpu": gpu, "source": source, "cells": [cell.to_dict() for cell in cells]}
+                )
+            )
+            return
+        if not cells:
+            raise UsageError(f"no {source} winner for {gpu} in {store.where}")
+        _print_cells(gpu, source, cells)
+
+
+def _print_cells(gpu: str, source: str, cells: list[Cell]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"{gpu}, {source}: winners safe to serve", title_justify="left")
+    for name in COLUMNS:
+        table.add_column(
+            name, justify="left" if name in ("mask", "dtype", "winner", "best of all") else "right"
+        )
+    for cell in cells:
+        table.add_row(*_cell_row(cell))
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=PIPED_WIDTH)
+    console.print(table)
+
+
+def _cell_row(cell: Cell) -> list[str]:
+    shape = [cell.mask, str(cell.head_dim), str(cell.seq_len), cell.dtype]
+    served, best = cell.served, cell.best
+    if served is None:
+        return [*shape, *["-"] * 6, _named(best)]
+    row = served.row
+    other = "same" if best.row.config_hash == row.config_hash else _named(best)
+    lead = served.confidence
+    return [
+        *shape,
+        Config.from_dict(row.config).label(),
+        _number(row.tflops, ".1f"),
+        _number(served.speedup_vs_baseline, ".2f", "x"),
+        _number(None if lead is None else 100 * lead.lead, ".1f", " %"),
+        _number(row.registers, "d"),
+        _number(row.spill_bytes, "d"),
+        other,
+    ]
+
+
+def _named(winner: Winner) -> str:
+    label = Config.from_dict(winner.row.config).label()
+    return f"{label} ({_number(winner.row.tflops, '.1f')})"
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "-" if value is None else format(value, form) + unit
+
+
+def export(db: str | None, gpu: str, output: Path, name: str | None) -> None:
+    """Write a lookup table (.json), rows (.csv, .parquet) or every run with its rows (.json.gz)."""
+    from tuner import export as exporting
+
+    with _open(db) as store:
+        gpu = _gpu(store, gpu)
+        content: str | bytes
+        if output.name.endswith(".json.gz"):
+            count = _write(output, lambda: exporting.dump_shipped(store, gpu, output))
+            print(f"{count} rows of {gpu} in {output}")
+            return
+        if output.suffix == ".json":
+            content = exporting.table_json(
+                exporting.lookup_table(store, gpu, name or f"{gpu}-draft")
+            )
+        elif output.suffix in (".csv", ".parquet"):
+            rows, runs = store.results(ResultFilter(gpu=gpu), limit=None), store.runs(gpu)
+            make: Any = exporting.rows_csv if output.suffix == ".csv" else exporting.rows_parquet
+            content = make(rows, runs)
+        else:
+            raise UsageError(
+                f"{output}: the ending tells the format; use .json, .csv, .parquet or .json.gz"
+            )
+        data = content.encode() if isinstance(content, str) else content
+        _write(output, lambda: output.write_bytes(data))
+        print(f"wrote {output} ({gpu})")
+
+
+def _write(output: Path, action: Any) -> Any:
+    try:
+        return action()
+    except OSError as error:
+        raise UsageError(f"{output} cannot be written: {error.strerror}") from None
+
+
+def import_rows(db: str | None, file: Path) -> None:
+    """Merge a file of rows."""
+    from tuner.importing import import_file
+
+    with _open(db, writing=True) as store:
+        done = import_file(store, file)
+        print(f"{done.added} rows added to {store.where}, {done.known} were there already")
+
+
+def release(db: str | None, gpu: str, name: str | None, notes: str) -> None:
+    """Freeze the winners and print the release's number."""
+    from tuner.export import freeze
+
+    with _open(db) as store:
+        made = freeze(store, _gpu(store, gpu), notes, name)
+        print(f"release {made.id}: {made.name}, digest {made.digest[:12]}")
+
+
+def verify(filters: SpaceFilter, runs: int, as_json: bool) -> int:
+    """Check what the dispatcher serves on this GPU; 0 when every shape passes, 1 when one does not."""
+    from dataclasses import asdict
+
+    import dash_kernels
+    from dash_kernels.device import NoGpuError
+    from tuner.space import problems, validate
+
+    try:
+        validate(filters)
+        shapes = problems(filters)
+        failed = 0
+        for problem in shapes:
+            answer = dash_kernels.verify(problem, runs=runs)
+            failed += not answer.ok
+            if as_json:
+                print(
+                    json.dumps(
+                        {"problem": problem.to_dict(), "ok": answer.ok, **_plain(asdict(answer))}
+                    )
+                )
+                continue
+            bits = "bits equal" if answer.bits_equal else f"BITS DIFFER: {answer.first_difference}"
+            errors = ", ".join(
+                f"{gradient} {error.relative:.2e} of {answer.budgets[gradient].relative:.2e}"
+                for gradient, error in answer.errors.items()
+            )
+            within = "in budget" if answer.within_budget else "OVER BUDGET"
+            print(
+                f"{problem.mask} d={problem.head_dim} seq_len={problem.seq_len} {problem.dtype}: {answer.config.label()}: ",
+                end="",
+            )
+            print(f"{bits} in {answer.runs} runs; {within} ({errors})", flush=True)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    except NoGpuError as error:
+        raise UsageError(f"verify runs on a GPU: {error}") from None
+    return 1 if failed else 0
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: an error that is not finite is null."""
+    from tuner.results.rows import finite
+
+    cleaned: dict[str, Any] = finite(values)
+    return cleaned

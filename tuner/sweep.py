@@ -1,0 +1,435 @@
+"""The sweep: hands candidates to processes in order, writes one row for each as soon as its fate is known.
+
+Nothing is kept only in memory: a sweep that was stopped, killed or ran out of budget goes on with the same command,
+because what has a row is not done again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from multiprocessing.connection import wait
+from typing import Any
+
+from dash_kernels.problem import Config, Problem
+from tuner.compile import kernel_identity, schedule_identity
+from tuner.engines.local import Pool, Slot
+from tuner.failures import TRANSIENT
+from tuner.finals import finalists
+from tuner.plan import Item, Reporter, Summary, SweepSettings
+from tuner.results import ResultRow, RunInfo, Store, config_hash
+from tuner.space import Candidate, baseline_config
+from tuner.worker import Reply
+
+IDLE_WAIT_S = 0.5
+RESOURCES = ("registers", "spill_bytes", "shared_bytes")
+MEASURED = (
+    *("tflops", "ms", "ms_low", "ms_high", "samples", "speedup_vs_baseline", "above_peak"),
+    *("max_abs_error", "rel_error", "budget", "bits_equal", "runs_compared"),
+    *("numerics_key", "telemetry"),
+)
+
+
+class Sweep:
+    """One command's work. ``run`` returns when all is done, the budget is spent, or :meth:`stop` was called."""
+
+    def __init__(
+        self,
+        store: Store,
+        settings: SweepSettings,
+        candidates: Sequence[Candidate],
+        compilers: Pool,
+        gpus: Pool | None,
+        environment: dict[str, Any],
+        reporter: Reporter,
+    ) -> None:
+        self.store, self.settings, self.reporter = store, settings, reporter
+        self.compilers, self.gpus = compilers, gpus
+        self.environment = environment
+        self.summary = Summary()
+        self.items = [self._item(candidate) for candidate in candidates]
+        self.prepared: dict[tuple[str, str], Reply] = {}
+        self.preparing: list[tuple[str, str, Item]] = []
+        self.warm: set[tuple[int, str]] = set()
+        self.baselines: dict[Problem, Config | None] = {}
+        self.run_info = RunInfo(
+            gpu=settings.gpu,
+            environment=environment,
+            measurement_policy=settings.policy.to_dict() if settings.source == "measured" else {},
+            command=settings.command,
+            source=settings.source,
+        )
+        self.run_id: int | None = None
+        self._modelled_run: int | None = None
+        self._stop = ""
+
+    def stop(self, reason: str) -> None:
+        """End the sweep after the current step; safe to call from a signal handler."""
+        self._stop = self._stop or reason
+
+    # -- the loop ---------------------------------------------------------------------------------------------------
+
+    def run(self) -> Summary:
+        started = time.monotonic()
+        deadline = started + self.settings.budget_s if self.settings.budget_s else float("inf")
+        self._resume()
+        self.summary.total = len(self.items)
+        self.reporter.begin(len(self.items), self.summary.resumed)
+        self.preparing = self._preparations()
+        try:
+            while self._open_items() and not self._stop:
+                self._step(deadline)
+            if not self._stop and self.gpus is not None:
+                self._final_round(deadline)
+        finally:
+            for run in (self.run_id, self._modelled_run):
+                if run is not None:
+                    self.store.finish_run(run)
+        self.summary.left = len(self._open_items())
+        self.summary.stopped = self._stop
+        self.summary.seconds = time.monotonic() - started
+        return self.summary
+
+    def _step(self, deadline: float) -> None:
+        if time.monotonic() >= deadline:
+            self._drain()
+            self.stop("budget")
+            return
+        self._hand_out()
+        self._settle()
+        self._collect(IDLE_WAIT_S)
+        self.reporter.tick()
+
+    def _collect(self, patience: float) -> None:
+        pools = [pool for pool in (self.gpus, self.compilers) if pool is not None]
+        patience = max(0.0, min([patience, *(pool.seconds_left() for pool in pools)]))
+        wait([connection for pool in pools for connection in pool.connections], timeout=patience)
+        if self.gpus is not None:
+            finished = self.gpus.poll()
+            self._hand_out()  # the GPU goes on while rows are written
+            for slot, item, reply in finished:
+                self._measured(slot, item, reply)
+        for _, key, reply in self.compilers.poll():
+            self.prepared[key] = reply
+
+    def _drain(self) -> None:
+        """Let the candidates on the GPUs finish: at most one each, bounded by their timeout."""
+        self.preparing = []
+        while self.gpus is not None and self.gpus.busy and self._stop != "interrupt":
+            for slot, item, reply in self.gpus.poll():
+                self._measured(slot, item, reply)
+            if self.gpus.busy:
+                wait(self.gpus.connections, timeout=IDLE_WAIT_S)
+
+    # -- before the GPU ---------------------------------------------------------------------------------------------
+
+    def _item(self, candidate: Candidate) -> Item:
+        problem, config = candidate.problem, candidate.config
+        return Item(
+            candidate,
+            config_hash(problem, config, self.settings.source),
+            schedule_identity(problem, config),
+            kernel_identity(problem, config),
+        )
+
+    def _resume(self) -> None:
+        """Take out what has a row; remember which problems have a baseline to measure against."""
+        done: set[str] = set()
+        if not self.settings.fresh:
+            done = self.store.done_hashes(
+                self.settings.gpu,
+                self.run_info.environment_key,
+                self.settings.source,
+                policy_key=self.run_info.policy_key,
+                retry=TRANSIENT if self.settings.retry else (),
+            )
+        known = {item.hash for item in self.items} & done
+        self.items = [item for item in self.items if item.hash not in known]
+        self.summary.resumed = len(known)
+        if known:
+            for row, sweep in self.store.candidates(self.settings.gpu, source=self.settings.source):
+                if row.config_hash in known and sweep == ":".join(self.run_info.sweep[1:]):
+                    self.summary.usable += row.status == "ok"
+                    self._note_baseline(row)
+
+    def _preparations(self) -> list[tuple[str, str, Item]]:
+        """Proofs and compiles in the order in which candidates need them, each once, last first."""
+        needed: dict[tuple[str, str], Item] = {}
+        for item in self.items:
+            if not item.candidate.runnable:
+                continue
+            needed.setdefault(("prove", item.prove_key), item)
+            needed.setdefault(("compile", item.kernel_key), item)
+            if self.settings.simulate:
+                needed.setdefault(("predict", item.hash), item)
+        return [(kind, key, item) for (kind, key), item in reversed(needed.items())]
+
+    def _hand_out(self) -> None:
+        for slot in self.compilers.idle_slots():
+            if not self.preparing:
+                break
+            kind, key, item = self.preparing.pop()
+            task = {
+                "kind": kind,
+                "problem": item.problem.to_dict(),
+                "config": item.config.to_dict(),
+            }
+            self.compilers.submit(slot, (kind, key), task, self.settings.compile_timeout_s)
+        if self.gpus is None or self._stop:
+            return
+        for slot in self.gpus.idle_slots():
+            chosen = self._next_for(slot)
+            if chosen is None:
+                break
+            self._start(slot, chosen)
+
+    def _next_for(self, slot: Slot) -> Item | None:
+        """The first candidate that is ready, of the tier that is due, of the slot's own problem if there is one."""
+        assert self.gpus is not None
+        elsewhere = {other.held for other in self.gpus.slots if other is not slot}
+        ready = [item for item in self.items if item.state == "waiting" and self._is_ready(item)]
+        if not ready:
+            return None
+        due = [item for item in ready if item.candidate.tier == ready[0].candidate.tier]
+        mine = [item for item in due if item.problem == slot.held]
+        free = [item for item in due if item.problem not in elsewhere]
+        return (mine or free or due)[0]
+
+    def _is_ready(self, item: Item) -> bool:
+        proof, kernel = self._proof(item), self._kernel(item)
+        return bool(
+            proof
+            and kernel
+            and proof.ok
+            and kernel.ok
+            and self._residents(item) <= self.settings.sms
+        )
+
+    def _proof(self, item: Item) -> Reply | None:
+        return self.prepared.get(("prove", item.prove_key))
+
+    def _kernel(self, item: Item) -> Reply | None:
+        return self.prepared.get(("compile", item.kernel_key))
+
+    def _residents(self, item: Item) -> int:
+        proof = self._proof(item)
+        if proof is None or not proof.ok:
+            return 1
+        return 1 if item.config.policy != "ordered" else int(proof.result["min_resident"])
+
+    def _settle(self) -> None:
+        """Give a row to every waiting candidate whose fate needs no GPU."""
+        for item in self.items:
+            if item.state == "waiting":
+                self._settle_item(item)
+
+    def _settle_item(self, item: Item) -> None:
+        support, proof, kernel = item.candidate.support, self._proof(item), self._kernel(item)
+        if not support.ok:
+            self._write(
+                item,
+                "constraints",
+                error=support.reason,
+                required_bytes=support.required_bytes,
+                limit_bytes=support.limit_bytes,
+            )
+        elif proof is not None and not proof.ok:
+            self._write(item, proof.failure, error=proof.error)
+        elif proof is not None and self._residents(item) > self.settings.sms:
+            need = f"needs {self._residents(item)} CTAs resident at once; {self.settings.gpu} has {self.settings.sms} SMs"
+            if self.settings.asked:
+                self._write(item, "constraints", error=need)
+            else:
+                item.state = "done"
+                self.summary.pruned += 1
+        elif kernel is not None and not kernel.ok:
+            failure = (
+                kernel.failure
+                if kernel.failure in ("timeout", "compile", "constraints")
+                else "compile"
+            )
+            self._write(item, failure, error=kernel.error)
+        elif self.settings.source == "compiled" and proof is not None and kernel is not None:
+            self._settle_compiled(item)
+
+    def _settle_compiled(self, item: Item) -> None:
+        if not self.settings.simulate:
+            self._write(item, "ok")
+            return
+        predicted = self.prepared.get(("predict", item.hash))
+        if predicted is not None:
+            self._write(item, "ok")
+            self._write_modelled(item, predicted)
+
+    # -- on the GPU -------------------------------------------------------------------------------------------------
+
+    def _start(self, slot: Slot, item: Item) -> None:
+        item.state = "running"
+        slot.held = item.problem
+        baseline = self._baseline(item)
+        task = {
+            "kind": "measure",
+            "problem": item.problem.to_dict(),
+            "entries": [{"config": item.config.to_dict(), "min_resident": self._residents(item)}],
+            "baseline": baseline.to_dict() if baseline else None,
+        }
+        timeout = self.settings.timeout_s
+        place = (id(slot.worker), item.kernel_key)
+        if place not in self.warm:  # the worker loads the kernel, and may have to compile it
+            self.warm.add(place)
+            timeout += self.settings.compile_timeout_s
+        assert self.gpus is not None
+        self.gpus.submit(slot, item, task, timeout)
+
+    def _baseline(self, item: Item) -> Config | None:
+        """The ascending config to sample beside this one; only one that has passed its own gates."""
+        if item.config == self._baseline_config(item.problem):
+            return item.config
+        return self.baselines.get(item.problem)
+
+    def _baseline_config(self, problem: Problem) -> Config:
+        return baseline_config(problem, self.settings.capability, self.settings.backend)
+
+    def _note_baseline(self, row: ResultRow) -> None:
+        problem, config = row.to_problem(), row.to_config()
+        if row.status == "ok" and config == self._baseline_config(problem):
+            self.baselines[problem] = config
+
+    def _measured(self, slot: Slot, item: Any, reply: Reply) -> None:
+        if not isinstance(item, Item):
+            item(reply)
+            return
+        if reply.ok:
+            self._write(
+                item,
+                "ok",
+                **{name: reply.result.get(name) for name in MEASURED if name in reply.result},
+            )
+        else:
+            details = {
+                k: v for k, v in reply.result.items() if k in MEASURED or k.endswith("_bytes")
+            }
+            self._write(item, reply.failure, error=reply.error, **details)
+
+    # -- rows -------------------------------------------------------------------------------------------------------
+
+    def _write(self, item: Item, status: str, **columns: Any) -> None:
+        item.state = "done"
+        kernel, proof = self._kernel(item), self._proof(item)
+        resources = (
+            {name: kernel.result.get(name) for name in RESOURCES} if kernel and kernel.ok else {}
+        )
+        row = ResultRow.of(
+            item.problem,
+            item.config,
+            gpu=self.settings.gpu,
+            status=status,
+            source=self.settings.source,
+            config_hash=item.hash,
+            min_resident=self._residents(item) if proof and proof.ok else None,
+            **resources,
+            **columns,
+        )
+        if self.run_id is None:
+            self.run_id = self.store.start_run(self.run_info)
+        self.store.add(self.run_id, row)
+        self._count(row)
+
+    def _count(self, row: ResultRow) -> None:
+        self._note_baseline(row)
+        self.summary.counts[row.status] += 1
+        self.summary.usable += row.status == "ok"
+        if row.status != "ok":
+            self.summary.failures.append(row)
+        self.reporter.row(row)
+
+    def _write_modelled(self, item: Item, reply: Reply) -> None:
+        if self._modelled_run is None:
+            info = replace(self.run_info, source="modelled", uuid="")
+            self._modelled_run = self.store.start_run(info)
+        row = ResultRow.of(
+            item.problem,
+            item.config,
+            gpu=self.settings.gpu,
+            status="ok" if reply.ok else reply.failure,
+            source="modelled",
+            min_resident=self._residents(item),
+            predicted=reply.result.get("predicted"),
+            error=reply.error or None,
+        )
+        self.store.add(self._modelled_run, row)
+
+    # -- near ties --------------------------------------------------------------------------------------------------
+
+    def _final_round(self, deadline: float) -> None:
+        """Sample the leaders of each problem in turn with its baselines; their rows stand for the cell's winners."""
+        assert self.gpus is not None
+        sweep = ":".join(self.run_info.sweep[1:])
+        rows = [row for row, name in self.store.candidates(self.settings.gpu) if name == sweep]
+        wanted = {item.problem for item in self.items} | {row.to_problem() for row in rows}
+        due = [(problem, chosen) for problem in wanted if (chosen := finalists(problem, rows))]
+        if not due:
+            return
+        self.reporter.note(f"final round: {len(due)} cells, leaders sampled in turn")
+        run_id = self.store.start_run(
+            replace(self.run_info, command=f"{self.settings.command} (final round)")
+        )
+        while (due or self.gpus.busy) and not self._stop:
+            if time.monotonic() >= deadline:
+                self._drain()
+                self.stop("budget")
+                break
+            for slot in self.gpus.idle_slots():
+                if due:
+                    self._start_final(slot, run_id, *due.pop())
+            self._collect(IDLE_WAIT_S)
+            self.reporter.tick()
+        self.store.finish_run(run_id)
+
+    def _start_final(
+        self, slot: Slot, run_id: int, problem: Problem, chosen: list[ResultRow]
+    ) -> None:
+        assert self.gpus is not None
+        slot.held = problem
+        task = {
+            "kind": "final",
+            "problem": problem.to_dict(),
+            "entries": [
+                {"config": row.config, "min_resident": row.min_resident or 1} for row in chosen
+            ],
+        }
+
+        def finished(reply: Reply) -> None:
+            if not reply.ok:
+                self.reporter.note(
+                    f"final round of {problem.mask} d={problem.head_dim} seq_len={problem.seq_len}: {reply.error}"
+                )
+                return
+            for row, result in zip(chosen, reply.result["results"], strict=True):
+                self._write_final(run_id, row, result)
+
+        self.gpus.submit(
+            slot, finished, task, self.settings.timeout_s + self.settings.compile_timeout_s
+        )
+
+    def _write_final(self, run_id: int, first: ResultRow, result: dict[str, Any]) -> None:
+        columns = {name: result[name] for name in MEASURED if name in result}
+        status = result.get("status", "ok")
+        row = replace(
+            first,
+            id=None,
+            run_id=None,
+            run_uuid=None,
+            created_at=None,
+            status=status,
+            error=result.get("error"),
+            **columns,
+        )
+        self.store.add(run_id, row)
+        if status != "ok":
+            self.summary.failures.append(row)
+            self.reporter.row(row)
+
+    def _open_items(self) -> list[Item]:
+        return [item for item in self.items if item.state != "done"]

@@ -137,7 +137,7 @@ def rows_csv(rows: Iterable[ResultRow], runs: Iterable[RunInfo] = ()) -> str:
     """
     out = io.StringIO()
     by_id = {run.id: run for run in runs}
-    writer = csv.DictWriter(out, ROW_COLUMNS + (RUN_COLUMNS if by_id else ()), lineterminator="\n")
+    writer = csv.DictWriter(out, ROW_COLUMNS + (RUN_COLUMNS if by_id else ()))
     writer.writeheader()
     for row in rows:
         writer.writerow({name: _csv_cell(value) for name, value in _flat(row, by_id).items()})

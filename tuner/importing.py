@@ -14,7 +14,6 @@ import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +54,9 @@ def import_file(store: Store, path: str | Path) -> Imported:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from None
     try:
         if path.suffix == ".csv":
-            runs = _from_flat(csv.DictReader(io.StringIO(content.decode("utf-8-sig"))), _parse_csv)
+            runs = _from_flat(
+                csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")), _parse_csv
+            )
         elif path.suffix == ".parquet":
             runs = _from_flat(_read_parquet(content), _parse_parquet)
         elif path.suffix in (".json", ".gz"):
@@ -83,13 +84,15 @@ def merge(store: Store, runs: Iterable[tuple[RunInfo, list[ResultRow]]]) -> Impo
     return Imported(added, known)
 
 
+def shipped_files() -> list[Path]:
+    return sorted((Path(__file__).parent / "data").glob("*.json.gz"))
+
+
 def load_shipped(store: Store) -> int:
     """Merge every ``tuner/data/*.json.gz``; answers how many rows were new."""
     counts = store.rows_by_run()
     added = 0
-    for file in sorted(resources.files("tuner.data").iterdir(), key=lambda file: file.name):
-        if not file.name.endswith(".json.gz"):
-            continue
+    for file in shipped_files():
         data = json.loads(gzip.decompress(file.read_bytes()))
         data["runs"] = [
             run for run in data["runs"] if counts.get(run["uuid"], 0) < len(run["rows"])

@@ -335,7 +335,7 @@ def _overall(cells: list[Cell]) -> Overall:
         for row in cell.servable:
             rows[row.to_config().key()].append(row)
     covered = max(map(len, rows.values()))
-    complete: list[list[ResultRow]] = [found for found in rows.values() if len(found) == covered]
+    complete = [found for found in rows.values() if len(found) == covered]
     fastest = min(complete, key=_log_cost)
     same = [row.seq_len for row in fastest]
     rivals = [found for found in complete if [row.seq_len for row in found] == same]
@@ -344,7 +344,8 @@ def _overall(cells: list[Cell]) -> Overall:
     others = [found for found in rivals if found is not winner]
     confidence = None
     if others:
-        confidence = _confidence(list(zip(winner, min(others, key=_log_cost), strict=True)))
+        runner_up = min(others, key=_log_cost)
+        confidence = _confidence(list(zip(winner, runner_up, strict=True)))
     baselines = {cell.seq_len: cell.baselines.get("ascending") for cell in cells}
     speedups = [
         _speedup(row, base.row) if (base := baselines[row.seq_len]) is not None else None

@@ -64,8 +64,12 @@ def open_engine(url: URL, read_only: bool) -> Engine:
     """An engine whose schema is this release's. Raises StoreError."""
     if url.drivername != "sqlite":
         engine = _postgres_engine(url)
-        with errors(url):
-            _prepare_postgres(engine, url, read_only)
+        try:
+            with errors(url):
+                _prepare_postgres(engine, url, read_only)
+        except BaseException:
+            engine.dispose()
+            raise
         return engine
     if url.database is None:
         engine = _sqlite_engine(":memory:", StaticPool)

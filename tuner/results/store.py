@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 from uuid import uuid4
 
 from sqlalchemy import Connection, Engine, Select, func, insert, select, text, update
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from tuner.results import database, migrate
@@ -93,10 +94,21 @@ class Store:
 
     def add(self, run_id: int, row: ResultRow) -> int:
         """Append one row and answer its id. A config that has a row in this run keeps it: the first one stays."""
-        return self.add_many(run_id, [row])[0]
+        self.add_many(run_id, [row])
+        same = select(Result.id).where(
+            Result.run_id == run_id, Result.config_hash == row.config_hash
+        )
+        with self._read() as connection:
+            return int(connection.execute(same).scalar_one())
 
-    def add_many(self, run_id: int, rows: Sequence[ResultRow]) -> list[int]:
-        """Append rows in one transaction; ids as :meth:`add` answers them."""
+    def add_many(self, run_id: int, rows: Sequence[ResultRow]) -> None:
+        """Append rows in one transaction; a config that has a row in this run keeps it."""
+        now = utc_now()
+        values = [
+            {name: getattr(row, name) for name in ROW_FIELDS if name != "id"}
+            | {"run_id": run_id, "created_at": row.created_at or now}
+            for row in rows
+        ]
         with self._write() as connection:
             gpu = connection.scalar(select(Run.gpu).where(Run.id == run_id))
             if gpu is None:
@@ -106,25 +118,12 @@ class Store:
                 raise StoreError(
                     f"run {run_id} is of {gpu}; a row of {other} belongs to a run of its own"
                 )
-            return [self._append(connection, run_id, row) for row in rows]
-
-    def _append(self, connection: Connection, run_id: int, row: ResultRow) -> int:
-        same = select(Result.id).where(
-            Result.run_id == run_id, Result.config_hash == row.config_hash
-        )
-        known = connection.scalar(same)
-        if known is not None:
-            return int(known)
-        values = {name: getattr(row, name) for name in ROW_FIELDS if name != "id"}
-        values |= {"run_id": run_id, "created_at": row.created_at or utc_now()}
-        try:
-            with connection.begin_nested():
-                return _inserted(connection.execute(insert(Result).values(**values)))
-        except IntegrityError:  # on PostgreSQL another writer of this run may have come first
-            known = connection.scalar(same)
-            if known is None:
-                raise
-            return int(known)
+            if values:
+                insert_ = sqlite.insert if self.url.drivername == "sqlite" else postgresql.insert
+                once = insert_(Result).on_conflict_do_nothing(
+                    index_elements=["run_id", "config_hash"]
+                )
+                connection.execute(once, values)
 
     def runs(self, gpu: str | None = None) -> list[RunInfo]:
         """Runs in the order of their ids."""

@@ -1,0 +1,364 @@
+"""Winners: who may win, who wins a tie, and what ``/best`` answers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from dash_kernels.problem import Config, Problem
+from tuner.export import freeze
+from tuner.results import ResultFilter, ResultRow, RunInfo, Store
+from tuner.results.queries import NotMeasured, Question, best
+from tuner.winners import overall, pick, student_t, winners
+
+PROBLEM = Problem("causal", 128, 4096, batch=4, heads=16)
+SERVED = Config()
+ASCENDING = Config(schedule="ascending", launch_order="ascending")
+INTERLEAVED = ASCENDING.with_(heads_interleaved=4)
+SHIFT = Config(schedule="shift", launch_order="ascending")
+UNORDERED = Config(policy="unordered")
+TWO_PASS = Config(policy="two_pass")
+RUN = RunInfo("h200", {"driver": "580"}, {"zeroing": True})
+SAMPLES = 20
+
+
+def measured(
+    config: Config,
+    speed: float,
+    problem: Problem = PROBLEM,
+    *,
+    noise: float = 0.001,
+    seed: int = 0,
+    **values: Any,
+) -> ResultRow:
+    """A row as the tuner writes it: ``SAMPLES`` times whose median gives about ``speed`` TFLOPS."""
+    ms = problem.flops() / speed * 1e-9
+    generator = random.Random(f"{seed} {config}")
+    samples = [ms * math.exp(generator.gauss(0, noise)) for _ in range(SAMPLES)]
+    median = statistics.median(samples)
+    defaults = {
+        "tflops": problem.tflops(median),
+        "ms": median,
+        "samples": samples,
+        "min_resident": 32 if config.schedule == "shift" else 1,
+        "bits_equal": config.deterministic,
+        "registers": 168,
+        "spill_bytes": 0,
+    }
+    return ResultRow.of(problem, config, gpu="h200", **(defaults | values))
+
+
+def cell_of(*rows: ResultRow) -> Any:
+    (cell,) = winners((row, "sweep") for row in rows)
+    return cell
+
+
+# -- who may win ----------------------------------------------------------------------------------------------------
+
+
+def test_best_of_all_served_and_baselines() -> None:
+    cell = cell_of(
+        measured(SERVED, 550), measured(SHIFT, 600), measured(ASCENDING, 275), measured(INTERLEAVED, 300),
+        measured(UNORDERED, 700), measured(TWO_PASS, 400, min_resident=None),
+    )  # fmt: skip
+    assert cell.best.row.to_config() == SHIFT
+    assert cell.served.row.to_config() == SERVED
+    assert cell.baselines["ascending"].row.to_config() == ASCENDING
+    assert cell.baselines["unordered"].row.to_config() == UNORDERED
+    assert cell.best.speedup_vs_baseline == pytest.approx(600 / 275, rel=0.01)
+    assert cell.baselines["ascending"].speedup_vs_baseline == 1
+    assert {row.to_config() for row in cell.servable} == {SERVED, ASCENDING, INTERLEAVED, TWO_PASS}
+
+
+def test_two_pass_waits_for_no_cta_and_may_be_served() -> None:
+    cell = cell_of(measured(TWO_PASS, 500, min_resident=None), measured(SHIFT, 400))
+    assert cell.served.row.to_config() == TWO_PASS
+    assert cell.served.to_dict()["min_resident"] == 1
+    assert cell.served.speedup_vs_baseline is None
+    assert cell.baselines == {}
+
+
+@pytest.mark.parametrize(
+    "flaw",
+    [
+        {"tflops": math.nan}, {"tflops": math.inf}, {"tflops": None}, {"tflops": 0.0}, {"tflops": -1.0},
+        {"above_peak": True}, {"bits_equal": False}, {"status": "timeout"},
+        {"status": "correctness"}, {"status": "nondeterminism"},
+    ],
+)  # fmt: skip
+def test_a_flawed_row_never_wins(flaw: dict[str, Any]) -> None:
+    bad = measured(SERVED.with_(num_stages=3), 10_000, **flaw)
+    cell = cell_of(bad, measured(SERVED, 500))
+    assert cell.best.row.to_config() == cell.served.row.to_config() == SERVED
+    assert list(winners([(bad, "sweep")])) == []
+
+
+def test_a_config_that_failed_a_check_in_this_sweep_does_not_win_with_another_row() -> None:
+    fast = measured(SERVED, 600)
+    for status in ("correctness", "nondeterminism"):
+        failed = measured(SERVED, 600, status=status)
+        for rows in ((fast, failed), (failed, fast)):
+            assert cell_of(*rows, measured(ASCENDING, 300)).best.row.to_config() == ASCENDING
+    late = measured(SERVED, 600, status="timeout")
+    assert cell_of(fast, late, measured(ASCENDING, 300)).best.row.to_config() == SERVED
+
+
+def test_the_newest_row_of_a_config_stands() -> None:
+    cell = cell_of(measured(SERVED, 600), measured(ASCENDING, 550), measured(SERVED, 500))
+    assert cell.best.row.to_config() == ASCENDING
+
+
+def test_a_cell_uses_its_newest_sweep_that_has_a_config_to_serve() -> None:
+    old = [(measured(SERVED, 600), "old"), (measured(ASCENDING, 300), "old")]
+    (cell,) = winners([*old, (measured(SERVED, 500), "new")])
+    assert (cell.sweep, cell.best.speedup_vs_baseline) == ("new", None)
+    (cell,) = winners([*old, (measured(SHIFT, 700), "new")])
+    assert cell.sweep == "old"
+    (cell,) = winners([(measured(SERVED, 500), "new"), *old])
+    assert cell.sweep == "old"
+    (cell,) = winners([(measured(SHIFT, 700), "only")])
+    assert (cell.served, cell.best.row.to_config()) == (None, SHIFT)
+
+
+def test_cells_are_apart_by_every_part_of_the_shape() -> None:
+    problems = [
+        PROBLEM, replace(PROBLEM, mask="full"), replace(PROBLEM, head_dim=64), replace(PROBLEM, dtype="float16"),
+        replace(PROBLEM, seq_len=2048), replace(PROBLEM, seq_len_kv=2048), replace(PROBLEM, batch=2),
+        replace(PROBLEM, heads=8, heads_kv=8), replace(PROBLEM, heads_kv=2),
+    ]  # fmt: skip
+    rows = [measured(SERVED, 500, problem) for problem in problems]
+    rows.append(measured(SERVED, 500, direction="forward"))
+    assert len(winners((row, "sweep") for row in rows)) == len(rows)
+
+
+@pytest.mark.parametrize(
+    ("source", "better", "worse"),
+    [
+        ("modelled", {"predicted": 1.0}, {"predicted": 2.0}),
+        ("compiled", {"spill_bytes": 0, "registers": 255}, {"spill_bytes": 4, "registers": 32}),
+        ("compiled", {"spill_bytes": 0, "registers": 128}, {"spill_bytes": 0, "registers": 168}),
+    ],
+)
+def test_rows_that_were_not_timed_are_ranked_by_what_they_know(
+    source: str, better: Any, worse: Any
+) -> None:
+    plain = {"source": source, "tflops": None, "ms": None, "samples": None}
+    cell = cell_of(
+        measured(SERVED, 1, **(plain | worse)),
+        measured(SERVED.with_(num_stages=3), 1, **(plain | better)),
+    )
+    assert cell.best.row.to_config().num_stages == 3
+    assert cell.best.row.tflops is None
+    assert cell.best.confidence.low is None
+
+
+# -- ties and confidence --------------------------------------------------------------------------------------------
+
+
+def test_ten_tunings_of_equal_configs_agree() -> None:
+    configs = [
+        SERVED.with_(num_stages=stages, heads_interleaved=h) for stages in (2, 3) for h in (1, 2, 4)
+    ]
+    chosen = set()
+    for seed in range(10):
+        generator = random.Random(seed)
+        rows = [
+            measured(c, 500 * (1 + generator.uniform(-0.001, 0.001)), seed=seed) for c in configs
+        ]
+        generator.shuffle(rows)
+        chosen.add(pick(rows).to_config())
+    assert len(chosen) == 1
+    assert chosen.pop().num_stages == 2
+
+
+def test_a_tie_goes_to_the_config_that_needs_the_fewest_resident_ctas() -> None:
+    cell = cell_of(measured(SERVED, 500), measured(SHIFT, 500.5))
+    assert cell.best.row.to_config() == SERVED
+    assert cell.best.confidence.lead < 0
+
+
+def test_a_lead_outside_the_noise_wins_whatever_the_rule_prefers() -> None:
+    slow, fast = measured(SERVED, 500), measured(SERVED.with_(num_stages=3), 504.5)
+    assert cell_of(slow, fast).best.row is fast
+    noisy = [
+        measured(config, tflops, noise=0.05) for config, tflops in ((SERVED, 480), (SHIFT, 500))
+    ]
+    assert pick(noisy).tflops == max(row.tflops for row in noisy)
+
+
+def test_the_interval_holds_the_true_lead_about_95_times_in_100() -> None:
+    hits, trials = 0, 400
+    for seed in range(trials):
+        pair = [
+            measured(SERVED, 505, noise=0.004, seed=seed),
+            measured(ASCENDING, 480, noise=0.01, seed=seed),
+        ]
+        confidence = cell_of(*pair).best.confidence
+        assert confidence.low < confidence.lead < confidence.high
+        hits += confidence.low <= 505 / 480 - 1 <= confidence.high
+    assert 0.91 <= hits / trials <= 0.99
+
+
+def test_confidence_says_what_it_does_not_know() -> None:
+    alone = cell_of(measured(SERVED, 500))
+    assert alone.best.confidence is None
+    bare = cell_of(
+        measured(SERVED, 500, samples=None, tflops=500.0), measured(ASCENDING, 400, tflops=400.0)
+    )
+    assert bare.best.confidence.to_dict() == {
+        "lead": pytest.approx(0.25),
+        "low": None,
+        "high": None,
+    }
+
+
+def test_student_t_agrees_with_the_printed_table() -> None:
+    for freedom, value in (
+        (3, 3.182),
+        (4, 2.776),
+        (5, 2.571),
+        (10, 2.228),
+        (30, 2.042),
+        (1e6, 1.960),
+    ):
+        assert student_t(freedom) == pytest.approx(value, rel=0.01)
+
+
+# -- over seq lens --------------------------------------------------------------------------------------------------
+
+SPEEDS = {SERVED: (500, 560), TWO_PASS: (560, 510), ASCENDING: (250, 280), SHIFT: (600, 650)}
+SEQ_LENS = (2048, 8192)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with Store.open("sqlite://") as opened:
+        first = opened.start_run(RUN)
+        for config, speeds in SPEEDS.items():
+            for seq_len, tflops in zip(SEQ_LENS, speeds, strict=True):
+                opened.add(first, measured(config, tflops, shape(seq_len)))
+        yield opened
+
+
+def shape(seq_len: int) -> Problem:
+    return Problem("causal", 128, seq_len, batch=16384 // seq_len, heads=16)
+
+
+def test_overall_is_one_servable_config_with_the_highest_geometric_mean(store: Store) -> None:
+    half = SERVED.with_(num_stages=3)
+    store.add(1, measured(half, 900, shape(8192)))
+    (top,) = overall(store.winners("h200"))
+    assert Config.from_dict(top.config) == TWO_PASS
+    answer = top.to_dict()
+    assert answer["seq_lens"] == [2048, 8192]
+    assert answer["tflops"] == pytest.approx(math.sqrt(560 * 510), rel=0.01)
+    assert answer["speedup_vs_baseline"] == pytest.approx(
+        math.sqrt(560 / 250 * 510 / 280), rel=0.01
+    )
+    assert answer["confidence"]["lead"] == pytest.approx(
+        math.sqrt(560 * 510 / 500 / 560) - 1, abs=0.003
+    )
+    assert answer["spill_bytes"] == 0
+
+
+def test_best_names_the_winner_over_all_and_by_seq_len(store: Store) -> None:
+    answer = best(store, Question("h200", "causal", 128))
+    assert (answer["gpu"], answer["matched"], answer["release"]) == ("h200", "exact", None)
+    assert answer["best"]["config"] == TWO_PASS.to_dict()
+    assert list(answer["by_seq_len"]) == ["2048", "8192"]
+    short, long = answer["by_seq_len"].values()
+    assert (short["config"], long["config"]) == (TWO_PASS.to_dict(), SERVED.to_dict())
+    assert long["fastest"]["config"] == SHIFT.to_dict()
+    assert long["fastest"]["min_resident"] == 32
+    assert long["speedup_vs_baseline"] == pytest.approx(2.0, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answered"), [(8192, 8192), (5000, 8192), (1, 2048), (4096, 2048), (10**6, 8192)]
+)
+def test_a_seq_len_is_answered_exactly_or_by_the_nearest(
+    store: Store, asked: int, answered: int
+) -> None:
+    answer = best(store, Question("h200", "causal", 128, seq_len=asked))
+    assert list(answer["by_seq_len"]) == [str(answered)]
+    assert answer["best"]["seq_len"] == answered
+    assert answer["matched"] == ("exact" if asked == answered else "nearest")
+
+
+def test_batch_and_heads_choose_among_shapes_only_when_asked(store: Store) -> None:
+    small = replace(shape(8192), batch=1, heads=2, heads_kv=2)
+    store.add(1, measured(ASCENDING, 200, small))
+    assert best(store, Question("h200", "causal", 128, seq_len=8192))["best"]["heads"] == 16
+    exact = best(store, Question("h200", "causal", 128, seq_len=8192, batch=1, heads=2))
+    assert (exact["best"]["heads"], exact["matched"]) == (2, "exact")
+    near = best(store, Question("h200", "causal", 128, seq_len=8192, batch=1, heads=4))
+    assert near["matched"] == "nearest"
+
+
+def test_head_groups_are_never_crossed(store: Store) -> None:
+    with pytest.raises(NotMeasured, match="head group 8"):
+        best(store, Question("h200", "causal", 128, heads=16, heads_kv=2))
+    store.add(1, measured(SERVED, 450, replace(shape(8192), heads_kv=2)))
+    answer = best(store, Question("h200", "causal", 128, heads=16, heads_kv=2))
+    assert list(answer["by_seq_len"]) == ["8192"]
+
+
+def test_nothing_measured_says_what_is(store: Store) -> None:
+    with pytest.raises(
+        NotMeasured, match=r"no measured winner for full d=64 .* it has: causal d=128 bfloat16"
+    ):
+        best(store, Question("h200", "full", 64))
+    with pytest.raises(NotMeasured, match="h800 has no .* nothing yet"):
+        best(store, Question("h800", "causal", 128))
+
+
+def test_other_sources_answer_only_when_asked(store: Store) -> None:
+    modelled = replace(RUN, source="modelled")
+    plain = {"tflops": None, "ms": None, "samples": None, "source": "modelled"}
+    store.add(
+        store.start_run(modelled),
+        measured(SERVED, 1, Problem("full", 64, 512), predicted=1.0, **plain),
+    )
+    with pytest.raises(NotMeasured):
+        best(store, Question("h200", "full", 64))
+    answer = best(store, Question("h200", "full", 64, source="modelled"))
+    assert answer["best"]["config"] == SERVED.to_dict()
+    assert answer["best"]["tflops"] is None
+
+
+def test_a_new_row_changes_the_answer_and_a_release_does_not_change(store: Store) -> None:
+    question = Question("h200", "causal", 128)
+    before = best(store, question)["by_seq_len"]
+    release = freeze(store, "h200")
+    store.add(1, measured(SERVED.with_(num_stages=3), 800, shape(8192)))
+    assert best(store, replace(question, release="draft"))["by_seq_len"]["8192"]["tflops"] > 790
+    for asked in (None, release.id, str(release.id), release.name):
+        answer = best(store, replace(question, release=asked))
+        assert (answer["release"], answer["release_id"]) == (release.name, release.id)
+        assert answer["best"]["config"] == TWO_PASS.to_dict()
+        for seq_len, entry in answer["by_seq_len"].items():
+            assert entry["tflops"] == before[seq_len]["tflops"]
+    with pytest.raises(NotMeasured, match=r"release 99 of h200 does not exist; there is 1 \(h200-"):
+        best(store, replace(question, release=99))
+
+
+def test_winners_are_computed_once_until_a_row_comes(store: Store) -> None:
+    first = store.winners("h200")
+    assert store.winners("h200") is first
+    assert len(store.winners("h200", ResultFilter(seq_len=2048))) == 1
+    store.add(1, measured(SERVED, 300, shape(1024)))
+    assert len(store.winners("h200")) == 3
+    assert len(store.winners("h200", until_id=len(SPEEDS) * 2)) == 2
+
+
+def test_the_order_of_rows_within_a_sweep_does_not_matter() -> None:
+    rows = [measured(config, speeds[0]) for config, speeds in SPEEDS.items()]
+    answers = [cell_of(*order) for order in itertools.permutations(rows)]
+    assert all(answer.to_dict() == answers[0].to_dict() for answer in answers)

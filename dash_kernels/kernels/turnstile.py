@@ -1,0 +1,149 @@
+"""The turnstile: how a CTA waits for its turn on a Q tile and lets the next one through.
+
+Each primitive is one inline-assembly block executed by one whole warp. Lane 0 touches memory and the others get its
+answer, because 32 lanes that poll apart can read different values and part ways around a warp barrier.
+
+Order of memory: lane 0's ``ld.acquire`` meets the predecessor's ``red.release``; ``bar.warp.sync`` hands that order
+on to whichever lane issues the copy-engine reduce; ``fence.proxy.async`` orders the acquired (generic-proxy) view
+before that (async-proxy) reduce. On the way out ``cp.async.bulk.wait_group`` (not ``.read``) makes the reduce's
+writes performed for the issuing lane, ``bar.warp.sync`` orders them before lane 0's ``red.release``.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+
+@gluon.jit
+def draw_ticket(counter):
+    """Next launch index of this launch: the order of drawing is the order of start."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .u32 lane, t;
+        mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 t, 0;
+        bar.warp.sync 0xffffffff;
+        @p atom.relaxed.gpu.global.add.u32 t, [$1], 1;
+        shfl.sync.idx.b32 $0, t, 0, 31, 0xffffffff; }""",
+        "=r,l,~{memory}",
+        [counter],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def poll_turn(semaphore):
+    """Contributions that a Q tile has received so far, with acquire order."""
+    return gl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .u32 lane, v;
+        mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 v, 0;
+        @p ld.acquire.gpu.global.b32 v, [$1];
+        bar.warp.sync 0xffffffff;
+        shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }""",
+        "=r,l,~{memory}",
+        [semaphore],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def await_turn(semaphore, turn, abort, bound_ns):
+    """Spin until the semaphore reads ``turn``; return what was read last.
+
+    Gives up, returning another value, once ``bound_ns`` nanoseconds have passed or ``abort`` reads nonzero.
+    """
+    return gl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .u32 lane, v, n, a; .reg .u64 start, now;
+        mov.u32 lane, %laneid; mov.u32 v, $2; mov.u32 n, 0;
+        setp.ne.u32 p, lane, 0;
+        @p bra DONE;
+        mov.u64 start, %globaltimer;
+        SPIN:
+        ld.acquire.gpu.global.b32 v, [$1];
+        setp.eq.u32 p, v, $2;
+        @p bra DONE;
+        add.u32 n, n, 1;
+        and.b32 a, n, 255;
+        setp.ne.u32 p, a, 0;
+        @p bra SPIN;
+        ld.relaxed.gpu.global.b32 a, [$3];
+        setp.ne.u32 p, a, 0;
+        @p bra DONE;
+        mov.u64 now, %globaltimer;
+        sub.u64 now, now, start;
+        setp.lt.u64 p, now, $4;
+        @p bra SPIN;
+        DONE:
+        bar.warp.sync 0xffffffff;
+        shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }""",
+        "=r,l,r,l,l,~{memory}",
+        [semaphore, turn, abort, bound_ns],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def report_timeout(record, abort, head, m_block, turn, seen):
+    """Write the first failure of a launch into ``record`` (host memory) and let every other wait end at once."""
+    gl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .u32 lane, old;
+        mov.u32 lane, %laneid; setp.ne.u32 p, lane, 0;
+        @p bra DONE;
+        atom.relaxed.gpu.global.cas.b32 old, [$2], 0, 1;
+        setp.ne.u32 p, old, 0;
+        @p bra DONE;
+        st.relaxed.sys.global.b32 [$1+4], $3;
+        st.relaxed.sys.global.b32 [$1+8], $4;
+        st.relaxed.sys.global.b32 [$1+12], $5;
+        st.relaxed.sys.global.b32 [$1+16], $6;
+        st.release.sys.global.b32 [$1], 1;
+        DONE:
+        bar.warp.sync 0xffffffff; mov.u32 $0, 0; }""",
+        "=r,l,l,r,r,r,r,~{memory}",
+        [record, abort, head, m_block, turn, seen],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@gluon.jit
+def fence_acquired():
+    """Order what was acquired before the copy engine's next access to global memory."""
+    gl.inline_asm_elementwise(
+        "fence.proxy.async.global; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def wait_reduced(PENDING: gl.constexpr):
+    """Wait until all but the newest PENDING bulk operations are performed (not merely read)."""
+    if PENDING == 0:
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+    else:
+        gl.inline_asm_elementwise(
+            "cp.async.bulk.wait_group 1; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        )
+
+
+@gluon.jit
+def signal_turn(semaphore):
+    """Let the next contribution through."""
+    gl.inline_asm_elementwise(
+        """{ .reg .pred p; .reg .u32 lane;
+        mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0;
+        bar.warp.sync 0xffffffff;
+        @p red.release.gpu.global.add.u32 [$1], 1; mov.u32 $0, 0; }""",
+        "=r,l,~{memory}",
+        [semaphore],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )

@@ -215,11 +215,12 @@ def test_a_time_without_zone_is_refused() -> None:
 
 def test_pages_hold_every_row_once_though_all_are_equal(store: Store) -> None:
     run_id = store.start_run(RUN)
-    store.add_many(run_id, [row(number, tflops=500.0) for number in range(1000)])
+    ids = store.add_many(run_id, [row(number, tflops=500.0) for number in range(1000)])
     seen: list[int] = []
     while page := store.results(limit=50, after_id=seen[-1] if seen else 0):
         assert len(page) == 50
         seen += [found.id or 0 for found in page]
+    assert seen == sorted(ids)
     assert len(set(seen)) == 1000
 
 

@@ -22,10 +22,10 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import NormalDist, variance
+from statistics import NormalDist
 from typing import Any
 
-from tuner.results.rows import ResultRow
+from tuner.results.rows import ResultRow, canonical
 
 NOISE_FLOOR = 0.005
 NOISE_CAP = 0.01
@@ -234,10 +234,11 @@ def pick(rows: Sequence[ResultRow]) -> ResultRow:
 def _ties(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> bool:
     if any(row.source != "measured" for pair in pairs for row in pair):
         return all(_cost(fast) == _cost(slow) for fast, slow in pairs)
-    confidence = _confidence(pairs)
-    if confidence.lead <= NOISE_FLOOR:
-        return True
-    return confidence.lead <= NOISE_CAP and confidence.low is not None and confidence.low <= 0
+    lead = math.expm1(_log_lead(pairs))
+    if lead <= NOISE_FLOOR or lead > NOISE_CAP:
+        return lead <= NOISE_FLOOR
+    low = _confidence(pairs).low
+    return low is not None and low <= 0
 
 
 def _simplicity(row: ResultRow) -> tuple[Any, ...]:
@@ -278,23 +279,33 @@ def _confidence(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Confidence:
 
     The lead is the ratio of the medians; its error comes from the variance of the logarithms of the stored samples.
     """
-    leads, parts = [], []
-    for fast, slow in pairs:
-        leads.append(
-            math.log(_cost(slow) / _cost(fast)) if _cost(slow) > 0 and _cost(fast) > 0 else 0.0
-        )
-        for samples in (fast.samples or [], slow.samples or []):
-            logs = [math.log(x) for x in samples if isinstance(x, (int, float)) and x > 0]
-            parts.append((variance(logs) / len(logs), len(logs) - 1) if len(logs) > 1 else None)
-    lead = sum(leads) / len(leads)
+    lead = _log_lead(pairs)
+    parts = [_squared_error(row) for pair in pairs for row in pair]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return Confidence(math.expm1(lead), None, None)
     total = sum(square for square, _ in known)
     spread = sum(square**2 / freedom for square, freedom in known)
-    error = math.sqrt(total) / len(leads) * MEDIAN_TO_MEAN_ERROR
+    error = math.sqrt(total) / len(pairs) * MEDIAN_TO_MEAN_ERROR
     reach = student_t(total**2 / spread) * error if spread > 0 else 0.0
     return Confidence(math.expm1(lead), math.expm1(lead - reach), math.expm1(lead + reach))
+
+
+def _log_lead(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> float:
+    """Mean over pairs of the logarithm of (cost of the second / cost of the first)."""
+    ratios = ((_cost(slow), _cost(fast)) for fast, slow in pairs)
+    return sum(
+        math.log(slow / fast) if slow > 0 and fast > 0 else 0.0 for slow, fast in ratios
+    ) / len(pairs)
+
+
+def _squared_error(row: ResultRow) -> tuple[float, int] | None:
+    """Squared standard error of the mean logarithm of a row's samples, and its degrees of freedom."""
+    logs = [math.log(x) for x in row.samples or () if isinstance(x, (int, float)) and x > 0]
+    if len(logs) < 2:
+        return None
+    mean, freedom = sum(logs) / len(logs), len(logs) - 1
+    return sum((x - mean) ** 2 for x in logs) / freedom / len(logs), freedom
 
 
 def student_t(freedom: float, probability: float = 0.975) -> float:
@@ -333,7 +344,7 @@ def _overall(cells: list[Cell]) -> Overall:
     rows: dict[str, list[ResultRow]] = defaultdict(list)
     for cell in cells:
         for row in cell.servable:
-            rows[row.to_config().key()].append(row)
+            rows[canonical(row.config)].append(row)
     covered = max(map(len, rows.values()))
     complete = [found for found in rows.values() if len(found) == covered]
     fastest = min(complete, key=_log_cost)

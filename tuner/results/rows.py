@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any
@@ -185,6 +185,14 @@ class ResultRow:
             config=config.to_dict(),
             **values,
         )
+
+    @classmethod
+    def stored(cls, values: Mapping[str, Any]) -> ResultRow:
+        """The row of these columns, all of them, which were checked and cleaned when they went in."""
+        row = object.__new__(cls)
+        for name, value in values.items():
+            object.__setattr__(row, name, value)
+        return row
 
     def to_problem(self) -> Problem:
         return Problem(**{f.name: getattr(self, f.name) for f in fields(Problem)})

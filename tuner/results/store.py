@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, replace
@@ -30,6 +31,7 @@ RUN_FIELDS = tuple(f.name for f in fields(RunInfo))
 ROW_FIELDS = tuple(f.name for f in fields(ResultRow) if f.name != "run_uuid")
 RELEASE_FIELDS = tuple(f.name for f in fields(Release))
 ANY = ResultFilter()
+IDS_A_QUERY = 500  # SQLite bounds the parameters of a statement
 REMEMBERED = 256  # answers kept in memory
 T = TypeVar("T")
 
@@ -46,6 +48,7 @@ class Store:
         self._engine = engine
         self._writer = engine.execution_options(write=True)
         self._remembered: dict[Any, Any] = {}
+        self._computing = threading.RLock()
 
     @classmethod
     def open(cls, url: str | os.PathLike[str] | None = None, read_only: bool = False) -> Store:
@@ -94,15 +97,10 @@ class Store:
 
     def add(self, run_id: int, row: ResultRow) -> int:
         """Append one row and answer its id. A config that has a row in this run keeps it: the first one stays."""
-        self.add_many(run_id, [row])
-        same = select(Result.id).where(
-            Result.run_id == run_id, Result.config_hash == row.config_hash
-        )
-        with self._read() as connection:
-            return int(connection.execute(same).scalar_one())
+        return self.add_many(run_id, [row])[0]
 
-    def add_many(self, run_id: int, rows: Sequence[ResultRow]) -> None:
-        """Append rows in one transaction; a config that has a row in this run keeps it."""
+    def add_many(self, run_id: int, rows: Sequence[ResultRow]) -> list[int]:
+        """Append rows in one transaction; ids as :meth:`add` answers them."""
         now = utc_now()
         values = [
             {name: getattr(row, name) for name in ROW_FIELDS if name != "id"}
@@ -124,6 +122,14 @@ class Store:
                     index_elements=["run_id", "config_hash"]
                 )
                 connection.execute(once, values)
+            ids: dict[str, int] = {}
+            for start in range(0, len(rows), IDS_A_QUERY):
+                hashes = [row.config_hash for row in rows[start : start + IDS_A_QUERY]]
+                found = select(Result.config_hash, Result.id).where(
+                    Result.run_id == run_id, Result.config_hash.in_(hashes)
+                )
+                ids |= {row.config_hash: row.id for row in connection.execute(found)}
+            return [ids[row.config_hash] for row in rows]
 
     def runs(self, gpu: str | None = None) -> list[RunInfo]:
         """Runs in the order of their ids."""
@@ -166,7 +172,7 @@ class Store:
         if limit is not None:
             query = query.limit(limit)
         with self._read() as connection:
-            return [ResultRow(**row._mapping) for row in connection.execute(query)]
+            return [ResultRow.stored(row._mapping) for row in connection.execute(query)]
 
     def hashes_of_run(self, run_id: int) -> set[str]:
         with self._read() as connection:
@@ -207,13 +213,15 @@ class Store:
 
     def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
         """``compute()``, kept for the next call with this key. A key names the state of the database it is true for."""
-        if key not in self._remembered:
-            value = compute()
-            if len(self._remembered) >= REMEMBERED:
-                self._remembered = {}
-            self._remembered[key] = value
-            return value
-        return cast(T, self._remembered[key])
+        if key in self._remembered:
+            return cast(T, self._remembered[key])
+        with self._computing:  # others wait instead of computing the same
+            if key not in self._remembered:
+                value = compute()
+                if len(self._remembered) >= REMEMBERED:
+                    self._remembered = {}
+                self._remembered[key] = value
+            return cast(T, self._remembered[key])
 
     def candidates(
         self,
@@ -231,7 +239,9 @@ class Store:
             query = query.where(Result.id <= until_id)
         with self._read() as connection:
             found = [dict(row._mapping) for row in connection.execute(query.order_by(Result.id))]
-        return [(ResultRow(**values), sweep) for values in found for sweep in [values.pop("sweep")]]
+        return [
+            (ResultRow.stored(values), sweep) for values in found for sweep in [values.pop("sweep")]
+        ]
 
     def last_result_id(self) -> int:
         """The newest row's id, 0 when there is none. Rows are never changed, so it names the database's state."""

@@ -34,8 +34,8 @@ class Entry:
     registers: int | None = None
     spill_bytes: int | None = None
     shared_bytes: int | None = None
-    min_resident: int = 1
-    numerics_key: str = ""
+    min_resident: int | None = None
+    numerics_key: str | None = None
     confidence: dict[str, float] | None = None
     speedup_vs_baseline: float | None = None
 
@@ -221,6 +221,16 @@ def _same_kind(cell: Cell, problem: Problem) -> bool:
     )
 
 
+_ENTRY_KINDS: dict[str, tuple[type, ...]] = {
+    "numerics_key": (str,),
+    "confidence": (dict,),
+    "min_resident": (int,),
+    "registers": (int,),
+    "spill_bytes": (int,),
+    "shared_bytes": (int,),
+}
+
+
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not JSON; a missing number is null")
 
@@ -281,4 +291,10 @@ def _entry(data: Any, source: str) -> Entry | None:
         raise
     except (ValueError, TypeError) as error:
         raise TableError(f"{source}.config: {error}") from error
+    for name in sorted(data.keys() - {"config"}):
+        value, kinds = data[name], _ENTRY_KINDS.get(name, (int, float))
+        if value is not None and (isinstance(value, bool) or not isinstance(value, kinds)):
+            raise TableError(
+                f"{source}: {name} is {value!r}; expected {kinds[-1].__name__} or null"
+            )
     return Entry(**(data | {"config": config}))

@@ -18,7 +18,7 @@ RESIDENT = Config(schedule="shift", launch_order="ascending")
 
 
 def cell(
-    seq_len: int, served: Config | None = MONOTONE, min_resident: int = 1, **problem: Any
+    seq_len: int, served: Config | None = MONOTONE, min_resident: int | None = 1, **problem: Any
 ) -> Cell:
     fields = {"mask": "causal", "head_dim": 128, "batch": 4, "heads": 16} | problem
     entry = Entry(served, tflops=500.0, ms=1.0, min_resident=min_resident) if served else None
@@ -90,6 +90,14 @@ def _set(path: list[Any], value: Any) -> Any:
             r"cells\[0\].served.config: unknown Config field",
         ),
         (_set(["cells", 0, "served", "speed"], 1), r"cells\[0\].served: unknown field 'speed'"),
+        (
+            _set(["cells", 0, "served", "tflops"], "fast"),
+            "tflops is 'fast'; expected float or null",
+        ),
+        (
+            _set(["cells", 0, "best", "min_resident"], True),
+            "min_resident is True; expected int or null",
+        ),
     ],
 )
 def test_what_is_wrong_is_named(change: Any, says: str) -> None:
@@ -142,6 +150,7 @@ def test_only_monotone_deterministic_entries_serve() -> None:
     assert table(cell(4096, RESIDENT, min_resident=32)).find(problem) is None
     assert table(cell(4096, MONOTONE.with_(policy="unordered"))).find(problem) is None
     assert table(cell(4096, None)).find(problem) is None
+    assert table(cell(4096, MONOTONE, min_resident=None)).find(problem) is None
     assert table(cell(4096, MONOTONE.with_(policy="two_pass"))).find(problem) is not None
 
 

@@ -145,9 +145,16 @@ def _lines(figure: go.Figure, points: Sequence[Point], value: str, theme: Theme,
                 "width": 1.5 if predicted or kind in ("ascending", "unordered") else 2.5,
                 "dash": "dash" if predicted else mark.dash,
             },
-            marker={"symbol": mark.symbol, "size": 8, "color": color, "line": {"width": 1.5, "color": color}},
+            marker={
+                "symbol": mark.symbol,
+                "size": 8,
+                "color": color,
+                "line": {"width": 1.5, "color": color},
+            },
             opacity=0.7 if predicted else 1.0,
-            customdata=[[p.tile, _or_unknown(p.registers), _or_unknown(p.spill_bytes)] for p in drawn],
+            customdata=[
+                [p.tile, _or_unknown(p.registers), _or_unknown(p.spill_bytes)] for p in drawn
+            ],
             hovertemplate=(
                 f"<b>{name}</b>  %{{x}}<br>%{{y:.3~f}} {unit}<br>tile %{{customdata[0]}}, "
                 "%{customdata[1]} registers, %{customdata[2]} bytes spilled<extra></extra>"
@@ -191,10 +198,12 @@ def speedup_figure(points: Sequence[Point], theme: Theme = LIGHT) -> go.Figure:
     figure = _figure(theme, 400)
     drawn = [p for p in points if p.speedup is not None]
     if not drawn:
-        return _note(figure, theme, "No speed-ups here: ascending order was not measured in these runs")
+        return _note(
+            figure, theme, "No speed-ups here: ascending order was not measured in these runs"
+        )
     _lines(figure, drawn, "speedup", theme, "× ascending")
     _seq_axis(figure, drawn)
-    figure.update_yaxes(title_text="× ascending order", tickformat=".1f", ticksuffix="×")
+    figure.update_yaxes(title_text="× ascending order", tickformat=".2~f", ticksuffix="×")
     return figure
 
 
@@ -233,7 +242,9 @@ def registers_figure(points: Sequence[Point], theme: Theme = LIGHT) -> go.Figure
     kinds = sorted({p.kind for p in known}, key=kind_order, reverse=True)
     figure = _figure(theme, 120 + 34 * max(2, len(kinds)))
     if not known:
-        return _note(figure, theme, "No configuration here was compiled with its registers recorded")
+        return _note(
+            figure, theme, "No configuration here was compiled with its registers recorded"
+        )
     for spills in (False, True):
         part = _distinct(p for p in known if bool(p.spill_bytes) is spills)
         if not part:
@@ -261,9 +272,13 @@ def registers_figure(points: Sequence[Point], theme: Theme = LIGHT) -> go.Figure
             ),
         )
     figure.add_vline(x=MAX_REGISTERS, line={"color": theme.soft, "width": 1, "dash": "longdash"})
-    figure.update_xaxes(title_text=f"registers a thread (limit {MAX_REGISTERS})", range=[0, 268])
+    low = min(p.registers for p in known if p.registers is not None)
+    title = f"registers a thread (the limit is {MAX_REGISTERS})"
+    figure.update_xaxes(title_text=title, range=[max(0, low - 24), MAX_REGISTERS + 8])
     figure.update_yaxes(
-        categoryorder="array", categoryarray=kinds, tickfont={"family": SANS, "size": 12, "color": theme.ink}
+        categoryorder="array",
+        categoryarray=kinds,
+        tickfont={"family": SANS, "size": 12, "color": theme.ink},
     )
     figure.update_layout(showlegend=False)
     return figure
@@ -280,9 +295,9 @@ FAILURES = ("constraints", "compile", "timeout", "runtime", "correctness", "nond
 
 def failures_figure(counts: Mapping[str, int], theme: Theme = LIGHT) -> go.Figure:
     """Configurations of one run by what became of them: ``counts`` is status -> number."""
-    figure = _figure(theme, 260)
     statuses = [s for s in ("ok", *FAILURES) if counts.get(s)]
     statuses += sorted(s for s in counts if s not in ("ok", *FAILURES) and counts[s])
+    figure = _figure(theme, 40 + 44 * max(3, len(statuses)))
     if not statuses:
         return _note(figure, theme, "This run has no rows")
     figure.add_bar(
@@ -293,7 +308,9 @@ def failures_figure(counts: Mapping[str, int], theme: Theme = LIGHT) -> go.Figur
         textposition="outside",
         cliponaxis=False,
         textfont={"family": MONO, "color": theme.ink},
-        marker={"color": [theme.soft if s in ("ok", "constraints") else theme.alarm for s in statuses]},
+        marker={
+            "color": [theme.soft if s in ("ok", "constraints") else theme.alarm for s in statuses]
+        },
         hovertemplate="%{y}: %{x}<extra></extra>",
     )
     figure.update_yaxes(
@@ -303,5 +320,6 @@ def failures_figure(counts: Mapping[str, int], theme: Theme = LIGHT) -> go.Figur
         showgrid=False,
     )
     figure.update_xaxes(visible=False)
-    figure.update_layout(showlegend=False, bargap=0.35, margin_r=48)
+    figure.update_layout(showlegend=False, margin_r=48)
+    figure.update_traces(width=0.5)
     return figure

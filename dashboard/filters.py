@@ -62,7 +62,9 @@ def read(query: Sequence[tuple[str, str]]) -> tuple[Filters, list[str]]:
             continue
         low, high = LIMITS.get(name, (None, None))
         if low is not None and high is not None and not low <= value <= high:
-            notices.append(f"{name} is {text[:40]}; it must be from {low:g} to {high:g}. The default is shown.")
+            notices.append(
+                f"{name} is {text[:40]}; it must be from {low:g} to {high:g}. The default is shown."
+            )
             continue
         values[name] = value
     return Filters(**values), notices
@@ -108,7 +110,9 @@ def settle(
             notices.append(f"Nothing is stored for {name} {str(asked)[:40]!r}; there is {known}.")
             asked = None
         if asked is not None and have and asked not in have:
-            notices.append(f"Nothing is stored for {name} {asked} with the other filters; {have[0]} is shown.")
+            notices.append(
+                f"Nothing is stored for {name} {asked} with the other filters; {have[0]} is shown."
+            )
             asked = None
         chosen[name] = asked if asked is not None else (have[0] if have else None)
         remaining = [c for c in remaining if getattr(c, name) == chosen[name]]

@@ -37,13 +37,20 @@ def gantt_figure(kind: str, simulation: Simulation, c: float, theme: Theme = LIG
         base=[row.start for row in rows],
         x=[c] * len(rows),
         name="compute",
-        marker={"color": [mix(color, theme.paper, 0.25 + 0.6 * d) for d in depth], "line": {"width": 0}},
+        marker={
+            "color": [mix(color, theme.paper, 0.25 + 0.6 * d) for d in depth],
+            "line": {"width": 0},
+        },
         text=[str(row.m_block) for row in rows] if numbered else None,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
         constraintext="none",
-        textfont={"family": MONO, "size": 10, "color": [theme.ink if d < 0.6 else theme.paper for d in depth]},
+        textfont={
+            "family": MONO,
+            "size": 10,
+            "color": [theme.ink if d < 0.6 else theme.paper for d in depth],
+        },
         customdata=tiles,
         hovertemplate=(
             "slot %{y}, head %{customdata[0]}<br>KV tile %{customdata[1]}, Q tile %{customdata[2]}<br>"
@@ -65,7 +72,9 @@ def gantt_figure(kind: str, simulation: Simulation, c: float, theme: Theme = LIG
     figure.update_layout(barmode="overlay", showlegend=False, bargap=0)
     end = simulation.makespan * 1.01
     figure.update_xaxes(title_text="time, in the unit of c", range=[0, end], showgrid=False)
-    figure.update_yaxes(range=[slots - 0.4, -0.6], showgrid=False, title_text="slot", tickformat="d")
+    figure.update_yaxes(
+        range=[slots - 0.4, -0.6], showgrid=False, title_text="slot", tickformat="d"
+    )
     if slots <= 24:
         figure.update_yaxes(tickmode="linear", dtick=1)
     return figure
@@ -80,22 +89,29 @@ class Strip:
     """A schedule drawn in boxes, 1000 wide: what computes and what adds to dQ. The rest of it is waiting."""
 
     kind: str
+    label: str
     note: str
     height: int
     compute: tuple[Box, ...]
     reduce: tuple[Box, ...]
 
 
-def strip(kind: str, simulation: Simulation, c: float, span: float, note: str) -> Strip:
+def strip(kind: str, label: str, simulation: Simulation, c: float, span: float, note: str) -> Strip:
     """``span`` is the time that the whole width stands for, so that two strips can be compared by eye."""
     lane, scale = 20, 1000 / span
 
     def box(row: GanttRow, start: float, end: float) -> Box:
-        return round(start * scale, 2), row.slot * lane + 2, round((end - start) * scale, 2), lane - 4
+        return (
+            round(start * scale, 2),
+            row.slot * lane + 2,
+            round((end - start) * scale, 2),
+            lane - 4,
+        )
 
     rows: Sequence[GanttRow] = simulation.rows
     return Strip(
         kind,
+        label,
         note,
         lane * len(simulation.busy),
         tuple(box(row, row.start, row.start + c * 0.94) for row in rows),

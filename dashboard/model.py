@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from dash_kernels.critical_path import DeadlockError, Simulation, simulate
-from dash_kernels.schedules import SCHEDULES, TileGrid, build
+from dash_kernels.schedules import SCHEDULES, Launch, TileGrid, build
 from dashboard.filters import MAX_STEPS, Filters, kind_and_group
 from dashboard.gantt import Strip, strip
 
 TILE = 64
-STRIP_TILES, STRIP_HEADS, STRIP_REDUCE = 8, 2, 0.3
+STRIP_TILES, STRIP_HEADS, STRIP_SLOTS, STRIP_REDUCE = 8, 4, 8, 0.3
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,9 @@ class Chart:
     error: str = ""
 
 
-def simulated(kind: str, mask: str, tiles: int, heads: int, slots: int, r: float) -> Simulation:
+def simulated(
+    kind: str, mask: str, tiles: int, heads: int, slots: int, r: float, launch: Launch | None = None
+) -> Simulation:
     """A square grid of ``tiles`` x ``tiles`` tiles, compute cost 1. Raises ValueError or DeadlockError."""
     name, group = kind_and_group(kind)
     grid = TileGrid(tiles * TILE, tiles * TILE, TILE, TILE, mask == "causal")
@@ -33,7 +35,7 @@ def simulated(kind: str, mask: str, tiles: int, heads: int, slots: int, r: float
         raise ValueError(
             f"{schedule.num_steps * heads} tiles are more than the {MAX_STEPS} one chart draws; use fewer tiles or heads"
         )
-    return simulate(schedule, slots=slots, c=1.0, r=r, heads=heads)
+    return simulate(schedule, slots=slots, c=1.0, r=r, heads=heads, launch=launch)
 
 
 def chart(filters: Filters, fallback_kind: str, fallback_mask: str) -> Chart:
@@ -45,23 +47,37 @@ def chart(filters: Filters, fallback_kind: str, fallback_mask: str) -> Chart:
         if mask not in ("causal", "full"):
             raise ValueError(f"gantt_mask is {mask[:40]!r}; choose one of full, causal")
         return Chart(
-            kind, mask, simulated(kind, mask, filters.tiles, filters.heads, filters.slots, filters.r)
+            kind,
+            mask,
+            simulated(kind, mask, filters.tiles, filters.heads, filters.slots, filters.r),
         )
     except (ValueError, DeadlockError) as error:
         return Chart(kind, mask, None, str(error))
 
 
 @lru_cache(maxsize=64)
-def strips(kind: str, mask: str) -> tuple[Strip, ...]:
-    """Ascending order over ``kind``, at one scale, so that the longer one is seen to be longer."""
-    kinds = ("ascending",) if kind == "ascending" else ("ascending", kind)
-    drawn: list[tuple[str, Simulation]] = []
-    for name in kinds:
+def strips(
+    kind: str, mask: str, order: str | None = None, interleaved: int = 1
+) -> tuple[Strip, ...]:
+    """Plain ascending order over ``kind`` as the winner launches it, at one scale: the longer one is seen to be longer."""
+    wanted: list[tuple[str, str, Launch | None]] = [("ascending", "ascending", None)]
+    if kind != "ascending" or interleaved != 1:
+        heads = {0: ", all heads interleaved", 1: ""}.get(
+            interleaved, f", {interleaved} heads interleaved"
+        )
+        launch = Launch(order, interleaved) if order else None
+        wanted.append((kind, kind + heads, launch))
+    drawn: list[tuple[str, str, Simulation]] = []
+    for name, label, launch in wanted:
         try:
-            drawn.append((name, simulated(name, mask, STRIP_TILES, STRIP_HEADS, STRIP_TILES, STRIP_REDUCE)))
+            simulation = simulated(
+                name, mask, STRIP_TILES, STRIP_HEADS, STRIP_SLOTS, STRIP_REDUCE, launch
+            )
         except (ValueError, DeadlockError):
-            continue  # a policy or a kind for another mask has no strip
-    span = max((s.makespan for _, s in drawn), default=1.0)
+            continue  # a policy has no order to draw
+        drawn.append((name, label, simulation))
+    span = max((s.makespan for *_, s in drawn), default=1.0)
     return tuple(
-        strip(name, s, 1.0, span, f"{s.utilisation:.0%} busy, ends at {s.makespan:g}") for name, s in drawn
+        strip(name, label, s, 1.0, span, f"{s.utilisation:.0%} busy, ends at {s.makespan:g}")
+        for name, label, s in drawn
     )

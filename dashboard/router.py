@@ -86,7 +86,7 @@ class Board:
         if release is not None and release.gpu in found:
             return release.gpu
         measured = [gpu for gpu in found if self.snapshots.of(gpu).cells]
-        return (measured or found or [None])[0]
+        return next(iter(measured or found), None)
 
     def basis(self, gpu: str) -> Snapshot:
         """Measured where anything was; else what the model predicts; else what was compiled."""
@@ -111,9 +111,11 @@ class Board:
         filters, more = state.settle(filters, state.options(snapshot.cells), snapshot.cells)
         return gpus, snapshot, filters, [*notices, *more]
 
-    def report(self, gpu: str, run_id: int | None) -> tuple[views.RunReport | None, list[tuple[int, str]]]:
-        """The asked run, or the newest, and all runs of the GPU, newest first."""
-        runs = sorted(self.store.runs(gpu), key=lambda run: -(run.id or 0))
+    def report(
+        self, gpu: str, source: str, run_id: int | None
+    ) -> tuple[views.RunReport | None, list[tuple[int, str]]]:
+        """The asked run, or the newest of ``source``, and all runs of the GPU, those of ``source`` and newest first."""
+        runs = sorted(self.store.runs(gpu), key=lambda run: (run.source != source, -(run.id or 0)))
         if not runs:
             return None, []
         shown = next((run for run in runs if run.id == run_id), runs[0])
@@ -124,7 +126,9 @@ class Board:
         }
         failures: list[dict[str, str]] = []
         for status in [s for s in counts if s != "ok"]:
-            rows = self.store.results(ResultFilter(run_id=shown.id, status=status), limit=SHOWN_FAILURES)
+            rows = self.store.results(
+                ResultFilter(run_id=shown.id, status=status), limit=SHOWN_FAILURES
+            )
             failures += [
                 {
                     "status": row.status,
@@ -178,7 +182,7 @@ def create_router(store: Store, snapshots: Snapshots, default_gpu: str | None = 
         gpus, snapshot, filters, notices = board.view(request)
         if snapshot is None:
             return templates.TemplateResponse(request, "empty.html", {"where": store.where})
-        report, runs = board.report(snapshot.gpu, filters.run)
+        report, runs = board.report(snapshot.gpu, snapshot.source, filters.run)
         if filters.run is not None and (report is None or report.run_id != filters.run):
             notices.append(f"There is no run {filters.run} of {snapshot.gpu}; the newest is shown.")
         release = store.get_release(gpu=snapshot.gpu)
@@ -208,11 +212,13 @@ def create_router(store: Store, snapshots: Snapshots, default_gpu: str | None = 
         if name == "speedup":
             return _figure(figures.speedup_figure(board.points(snapshot, filters), theme))
         if name == "tflops":
-            return _figure(figures.tflops_figure(board.points(snapshot, filters), snapshot.ceiling, theme))
+            return _figure(
+                figures.tflops_figure(board.points(snapshot, filters), snapshot.ceiling, theme)
+            )
         if name == "registers":
             return _figure(figures.registers_figure(board.compiled(snapshot, filters), theme))
         if name == "failures":
-            report, _ = board.report(snapshot.gpu, filters.run)
+            report, _ = board.report(snapshot.gpu, snapshot.source, filters.run)
             return _figure(figures.failures_figure(report.counts if report else {}, theme))
         raise HTTPException(404, "figures are speedup, tflops, registers, gantt and failures")
 
@@ -229,4 +235,6 @@ def create_router(store: Store, snapshots: Snapshots, default_gpu: str | None = 
 
 
 def _figure(figure: Any) -> Response:
-    return Response(figure.to_json(), media_type="application/json", headers={"Cache-Control": "no-cache"})
+    return Response(
+        figure.to_json(), media_type="application/json", headers={"Cache-Control": "no-cache"}
+    )

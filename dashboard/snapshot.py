@@ -28,11 +28,15 @@ class Snapshot:
     ceiling: float | None = None
 
 
-def take(gpu: str, source: str, last_id: int, candidates: Sequence[tuple[ResultRow, str]]) -> Snapshot:
+def take(
+    gpu: str, source: str, last_id: int, candidates: Sequence[tuple[ResultRow, str]]
+) -> Snapshot:
     """Pure: rows (each with its sweep) in, snapshot out."""
     cells = winners(candidates)
     compiled = [point_of(row) for row, _ in candidates if row.registers is not None]
-    ceilings = [row.telemetry["matmul_tflops"] for row, _ in candidates if (row.telemetry or {}).get("matmul_tflops")]
+    ceilings = [
+        value for row, _ in candidates if (value := (row.telemetry or {}).get("matmul_tflops"))
+    ]
     points = fastest_by_kind(candidates, cells)
     return Snapshot(gpu, source, last_id, cells, points, compiled, max(ceilings, default=None))
 

@@ -15,7 +15,7 @@ from dashboard.model import chart, strips
 from dashboard.palette import MARKS, kind_order
 from dashboard.points import geometric_mean, kind_of, tflops_of
 from dashboard.snapshot import Snapshot
-from tuner.winners import Cell, Confidence, Winner, cost, most_work
+from tuner.winners import Cell, Confidence, Winner, cost, most_work, resident
 
 UNKNOWN = "–"
 SHOWN_RUNS = 6
@@ -71,11 +71,11 @@ def times(value: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """A share with its sign, no minus zero."""
+    """A share; a typographic minus where it is below zero, and no minus zero."""
     if share is None:
         return UNKNOWN
-    text = f"{share * 100:+.1f} %"
-    return "0.0 %" if text in ("+0.0 %", "-0.0 %") else text.replace("-", "−")
+    text = f"{share * 100:.1f} %"
+    return "0.0 %" if text == "-0.0 %" else text.replace("-", "−")
 
 
 def winner_of(cell: Cell) -> Winner:
@@ -116,9 +116,18 @@ def hero(gpu: str, filters: Filters, cells: Sequence[Cell], source: str) -> dict
     costs = [c for cell in cells if (c := order_cost(cell)) is not None]
     ratio = geometric_mean(1 / (1 - c) for c in costs) if costs else None
     mean_cost = 1 - 1 / ratio if ratio else None
-    verb = "is the fastest deterministic backward" if source == "measured" else "should be the fastest backward"
+    verb = (
+        "is the fastest deterministic backward"
+        if source == "measured"
+        else "should be the fastest backward"
+    )
     sub = f"It wins at {wins[kind]} of {len(cells)} sequence lengths"
-    sub += f", {times(speedup)} ascending order in the geometric mean." if speedup else "."
+    ahead = speedup is not None and abs(speedup - 1) >= 0.005
+    sub += (
+        f"; the winners reach {times(speedup)} ascending order in the geometric mean."
+        if ahead
+        else "."
+    )
     if source == "modelled":
         sub += " This is the model's prediction: nothing has been measured for this chip here."
     elif mean_cost is not None:
@@ -127,12 +136,21 @@ def hero(gpu: str, filters: Filters, cells: Sequence[Cell], source: str) -> dict
             if mean_cost > 0
             else f" It is {-mean_cost:.1%} faster than atomics, whose bits change from run to run."
         ).replace("%", " %")
+    faster = _fastest_of_all(cells)
+    if source == "measured" and faster is not None:
+        sub += f" {faster[0]} reaches {times(faster[1])} that, but only while many CTAs are resident (allow_resident)."
     peak = max(cells, key=lambda c: tflops_of(winner_of(c).row) or 0.0)
     spills = [w.row.spill_bytes for w in winners]
     known = [s for s in spills if s is not None]
     stats = [{"name": "speed-up over ascending", "value": times(speedup), "unit": "geometric mean"}]
     if source == "measured":
-        stats.append({"name": "cost of a fixed order", "value": percent(mean_cost), "unit": "against atomics"})
+        stats.append(
+            {
+                "name": "cost of a fixed order",
+                "value": percent(mean_cost),
+                "unit": "against atomics",
+            }
+        )
     stats.append(
         {
             "name": "top speed" if source == "measured" else "predicted top speed",
@@ -142,16 +160,39 @@ def hero(gpu: str, filters: Filters, cells: Sequence[Cell], source: str) -> dict
     )
     if known:
         stats.append({"name": "spilled by winners", "value": str(max(known)), "unit": "bytes"})
-    return {"kind": kind, "sentence": [(kind, True), (f" {verb} for {where}.", False)], "sub": sub, "stats": stats}
+    return {
+        "kind": kind,
+        "sentence": [(kind, True), (f" {verb} for {where}.", False)],
+        "sub": sub,
+        "stats": stats,
+    }
+
+
+def _fastest_of_all(cells: Sequence[Cell]) -> tuple[str, float] | None:
+    """(kind, factor) of what beats the safe winners by 1 % or more in the geometric mean, None where nothing does."""
+    pairs = [(cost(winner_of(cell).row), cost(cell.best.row)) for cell in cells]
+    factor = geometric_mean(own / top for own, top in pairs if own and top)
+    if factor is None or factor < 1.01:
+        return None
+    kinds = Counter(kind_of(c.best.row) for c in cells if c.best.row is not winner_of(c).row)
+    return min(kinds, key=lambda k: (-kinds[k], kind_order(k))), factor
 
 
 def winner_map(cells: Sequence[Cell], filters: Filters) -> dict[str, Any]:
     """One row a mask and head_dim, one column a seq_len; the row that the filters show is marked."""
-    same = [c for c in cells if (c.dtype, c.head_group, c.direction) == (filters.dtype, filters.head_group, filters.direction)]
+    same = [
+        c
+        for c in cells
+        if (c.dtype, c.head_group, c.direction)
+        == (filters.dtype, filters.head_group, filters.direction)
+    ]
     columns = sorted({c.seq_len for c in same})
     rows = []
     for mask, dim in sorted({(c.mask, c.head_dim) for c in same}):
-        found = {c.seq_len: c for c in one_a_length([c for c in same if (c.mask, c.head_dim) == (mask, dim)])}
+        found = {
+            c.seq_len: c
+            for c in one_a_length([c for c in same if (c.mask, c.head_dim) == (mask, dim)])
+        }
         rows.append(
             {
                 "id": f"map-{mask}-{dim}",
@@ -167,7 +208,13 @@ def winner_map(cells: Sequence[Cell], filters: Filters) -> dict[str, Any]:
 def _map_cell(cell: Cell) -> dict[str, Any]:
     winner = winner_of(cell)
     tflops = tflops_of(winner.row)
-    value = times(winner.speedup_vs_baseline) if winner.speedup_vs_baseline else f"{tflops:.0f}" if tflops else UNKNOWN
+    value = (
+        times(winner.speedup_vs_baseline)
+        if winner.speedup_vs_baseline
+        else f"{tflops:.0f}"
+        if tflops
+        else UNKNOWN
+    )
     shown = f"{tflops:.0f} TFLOPS, " if tflops else ""
     return {
         "kind": kind_of(winner.row),
@@ -194,17 +241,24 @@ def _config_row(cell: Cell) -> dict[str, Any]:
     winner = winner_of(cell)
     row, config = winner.row, Config.from_dict(dict(winner.row.config))
     tflops = tflops_of(row)
-    heads = {0: ", all heads", 1: ""}.get(config.heads_interleaved, f", {config.heads_interleaved} heads")
+    heads = {0: ", all heads", 1: ""}.get(
+        config.heads_interleaved, f", {config.heads_interleaved} heads"
+    )
+    grouping = f"{config.launch_order}{heads}" if config.policy == "ordered" else "any"
     own, top = cost(row), cost(cell.best.row)
     faster = None
     if own and top and own > top and cell.best.row is not row:
-        faster = {"kind": kind_of(cell.best.row), "gain": times(own / top)}
+        faster = {
+            "kind": kind_of(cell.best.row),
+            "gain": times(own / top),
+            "needs": resident(cell.best.row) or "all",
+        }
     arguments = ", ".join(f"{name}={value!r}" for name, value in config.to_dict().items())
     return {
         "seq_len": cell.seq_len,
         "kind": kind_of(row),
         "tile": f"{row.block_m}x{row.block_n}",
-        "launch": f"{config.launch_order}{heads}, {config.signal} signal",
+        "launch": f"{grouping}, {config.signal}",
         "tflops": f"{tflops:.1f}" if tflops else UNKNOWN,
         "speedup": times(winner.speedup_vs_baseline),
         "order_cost": percent(order_cost(cell)),
@@ -232,12 +286,37 @@ def gantt(filters: Filters, kind: str) -> dict[str, Any]:
             {"name": "slots busy", "value": f"{sim.utilisation * 100:.0f}", "unit": "%"},
             {"name": "waiting for a turn", "value": f"{waits:.4g}", "unit": "c, all slots"},
         ]
-    shape = {k: v for k, v in vars(filters).items() if k in ("gpu", "mask", "head_dim", "dtype", "head_group", "direction", "run")}
+    shape = {
+        k: v
+        for k, v in vars(filters).items()
+        if k in ("gpu", "mask", "head_dim", "dtype", "head_group", "direction", "run")
+    }
     fields = [
-        {"name": "tiles", "label": "tiles a side", "low": 1, "high": 32, "step": 1, "value": filters.tiles},
+        {
+            "name": "tiles",
+            "label": "tiles a side",
+            "low": 1,
+            "high": 32,
+            "step": 1,
+            "value": filters.tiles,
+        },
         {"name": "heads", "label": "heads", "low": 1, "high": 8, "step": 1, "value": filters.heads},
-        {"name": "slots", "label": "slots", "low": 1, "high": 132, "step": 1, "value": filters.slots},
-        {"name": "r", "label": "reduce cost r", "low": 0, "high": 3, "step": 0.05, "value": f"{filters.r:g}"},
+        {
+            "name": "slots",
+            "label": "slots",
+            "low": 1,
+            "high": 132,
+            "step": 1,
+            "value": filters.slots,
+        },
+        {
+            "name": "r",
+            "label": "reduce cost r",
+            "low": 0,
+            "high": 3,
+            "step": 0.05,
+            "value": f"{filters.r:g}",
+        },
     ]
     summary = SCHEDULES[drawn.kind.split("(")[0]].summary if known else ""
     return {
@@ -254,11 +333,30 @@ def gantt(filters: Filters, kind: str) -> dict[str, Any]:
     }
 
 
+def _strips(kind: str, mask: str, cells: Sequence[Cell]) -> Sequence[Any]:
+    """Ascending order over the winner; where ascending itself won, over what is faster with resident CTAs."""
+    rows = [winner_of(cell).row for cell in cells]
+    faster = _fastest_of_all(cells)
+    if (
+        kind == "ascending"
+        and faster is not None
+        and all(r.config.get("heads_interleaved") == 1 for r in rows)
+    ):
+        kind, rows = faster[0], [cell.best.row for cell in cells]
+    configs = [row.config for row in rows if kind_of(row) == kind]
+    last = configs[-1] if configs else {}
+    return strips(kind, mask, last.get("launch_order"), int(last.get("heads_interleaved", 1)))
+
+
 def filter_groups(
     filters: Filters, gpus: Sequence[str], available: Mapping[str, list[Any]], predicted: bool
 ) -> list[dict[str, Any]]:
     """Chips, one group a filter. A filter with a single value that nobody chooses between is left out."""
-    plan = [("GPU", "gpu", list(gpus)), ("mask", "mask", available["mask"]), ("head_dim", "head_dim", available["head_dim"])]
+    plan = [
+        ("GPU", "gpu", list(gpus)),
+        ("mask", "mask", available["mask"]),
+        ("head_dim", "head_dim", available["head_dim"]),
+    ]
     optional = (("dtype", "dtype"), ("heads per KV head", "head_group"), ("direction", "direction"))
     plan += [(label, name, available[name]) for label, name in optional if len(available[name]) > 1]
     groups = [
@@ -267,7 +365,9 @@ def filter_groups(
         if values
     ]
     if predicted:
-        shown = [_chip(filters, "predicted", value, text) for value, text in ((0, "hide"), (1, "show"))]
+        shown = [
+            _chip(filters, "predicted", value, text) for value, text in ((0, "hide"), (1, "show"))
+        ]
         groups.append({"name": "predicted", "options": shown})
     return groups
 
@@ -284,7 +384,9 @@ def _chip(filters: Filters, name: str, value: Any, label: str) -> dict[str, Any]
     }
 
 
-def run_section(filters: Filters, report: RunReport | None, runs: Sequence[tuple[int, str]]) -> dict[str, Any]:
+def run_section(
+    filters: Filters, report: RunReport | None, runs: Sequence[tuple[int, str]]
+) -> dict[str, Any]:
     """The run that is shown, how to get to the others, and the failed configurations with what was said."""
     if report is None:
         return {"note": "No run of this GPU is stored.", "options": [], "failures": []}
@@ -292,7 +394,12 @@ def run_section(filters: Filters, report: RunReport | None, runs: Sequence[tuple
     failed = total - report.counts.get("ok", 0)
     note = f"Run {report.run_id} of {report.started}, {report.source}: {total} configurations, {failed} not usable."
     options = [
-        {"id": f"run-{run}", "label": f"run {run}", "href": filters.url(run=run), "current": run == report.run_id}
+        {
+            "id": f"run-{run}",
+            "label": f"run {run}",
+            "href": filters.url(run=run),
+            "current": run == report.run_id,
+        }
         for run, _ in runs[:SHOWN_RUNS]
     ]
     return {"note": note, "options": options, "failures": list(report.failures)}
@@ -315,13 +422,17 @@ def build_page(
     filters, more = state.settle(filters, available, snapshot.cells)
     cells = one_a_length(state.of_slice(snapshot.cells, filters))
     answer = hero(snapshot.gpu, filters, cells, snapshot.source)
-    batch = ", ".join(sorted({f"{c.batch * c.seq_len} tokens" for c in cells}, key=len)[:1]) if cells else ""
     subtitle = f"{snapshot.gpu}, {filters.mask}, head_dim {filters.head_dim}, {filters.dtype}"
-    if len({c.batch * c.seq_len for c in cells}) == 1:
-        subtitle += f", {batch}"
+    tokens = {c.batch * c.seq_len for c in cells}
+    if len(tokens) == 1:
+        subtitle += f", {tokens.pop()} tokens"
     keep = asked.url(kind=None, gantt_mask=None)
     newest = max((c.best.row.created_at for c in cells if c.best.row.created_at), default=None)
-    footer = [f"release {release}" if release else "not released yet: dash-tune release freezes these winners"]
+    footer = [
+        f"release {release}"
+        if release
+        else "not released yet: dash-tune release freezes these winners"
+    ]
     if newest:
         footer.append(f"newest winner of {newest:%Y-%m-%d %H:%M} UTC")
     shape = f"mask={filters.mask}&head_dim={filters.head_dim}&gpu={snapshot.gpu}"
@@ -331,9 +442,11 @@ def build_page(
         gpu=snapshot.gpu,
         dtype=str(filters.dtype),
         notices=[*notices, *more],
-        filters=filter_groups(filters, gpus, available, has_predicted and snapshot.source == "measured"),
+        filters=filter_groups(
+            filters, gpus, available, has_predicted and snapshot.source == "measured"
+        ),
         hero=answer,
-        strips=strips(answer["kind"], str(filters.mask or "causal")),
+        strips=_strips(answer["kind"], str(filters.mask or "causal"), cells),
         map=winner_map(snapshot.cells, filters),
         subtitle=subtitle,
         ceiling_note=(

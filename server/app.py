@@ -10,7 +10,7 @@ from starlette.middleware.gzip import GZipMiddleware
 from dash_kernels import __version__
 from dashboard.router import create_router
 from dashboard.snapshot import Snapshots
-from server import docs, errors
+from server import docs, errors, openapi
 from server.deps import Context
 from server.middleware import Guard, Metrics, store_gauges
 from server.params import refuse_repeats
@@ -50,10 +50,13 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
     ):
         app.include_router(router)
     app.include_router(docs.create(app))
+    openapi.install(app)
     app.include_router(create_router(store, context.snapshots, settings.default_gpu))
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=5)
     if settings.cors_origins:
-        app.add_middleware(CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET"])
+        app.add_middleware(
+            CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["GET"]
+        )
     app.add_middleware(Guard, limit=settings.max_body_bytes)
     app.add_middleware(Metrics, registry=registry)
     app.state.context = context

@@ -6,7 +6,7 @@ import errno
 import logging
 import os
 import socket
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
@@ -16,7 +16,9 @@ log = logging.getLogger("dash.server")
 
 @app.command()
 def serve(
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for every one.")] = "127.0.0.1",
+    host: Annotated[
+        str, typer.Option(help="Address to listen on; 0.0.0.0 for every one.")
+    ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port; 0 takes a free one.")] = 8000,
     db: Annotated[
         str | None,
@@ -24,35 +26,40 @@ def serve(
     ] = None,
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that answer.")] = 1,
     root_path: Annotated[
-        str | None, typer.Option(help="Prefix under which a proxy offers this server, such as /dash.")
+        str | None,
+        typer.Option(help="Prefix under which a proxy offers this server, such as /dash."),
     ] = None,
-    read_only: Annotated[bool, typer.Option(help="Open the database without writing a byte.")] = False,
+    read_only: Annotated[
+        bool, typer.Option(help="Open the database without writing a byte.")
+    ] = False,
 ) -> None:
     """Serve the API and the dashboard.
 
     Settings are DASH_* variables: DASH_TOKEN allows writes, DASH_DEFAULT_GPU answers calls that name no GPU,
     DASH_ROOT_PATH is the prefix of a proxy.
     """
-    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("dash").setLevel(logging.INFO)
     if db is not None:
         os.environ["DASH_DB"] = db
     if root_path is not None:
         os.environ["DASH_ROOT_PATH"] = root_path
     if read_only:
         os.environ["DASH_READ_ONLY"] = "1"
-    where = _prepare(read_only)
     listener = _listen(host, port)
+    where = _prepare()
     shown = f"[{host}]" if ":" in host else host
     typer.echo(f"dash-serve: http://{shown}:{listener.getsockname()[1]} serves {where}", err=True)
     _run(listener, workers)
 
 
-def _prepare(read_only: bool) -> str:
+def _prepare() -> str:
     """Open the database once before any worker does, and load the shipped rows that it lacks."""
     from pydantic import ValidationError
 
     from server.settings import Settings
-    from tuner.results.store import Store, StoreError
+    from tuner.results.rows import StoreError
+    from tuner.results.store import Store
 
     try:
         settings = Settings()
@@ -60,8 +67,8 @@ def _prepare(read_only: bool) -> str:
         first = error.errors()[0]
         _stop(f"DASH_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}")
     try:
-        with Store.open(settings.db, read_only=read_only) as store:
-            if not read_only:
+        with Store.open(settings.db, read_only=settings.read_only) as store:
+            if not settings.read_only:
                 added = store.load_shipped()
                 if added:
                     log.info("loaded %d measured rows that ship with the package", added)
@@ -72,7 +79,9 @@ def _prepare(read_only: bool) -> str:
 
 def _listen(host: str, port: int) -> socket.socket:
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM
+        )[0]
     except socket.gaierror:
         _stop(f"host {host!r} is not an address of this machine; use 127.0.0.1 or 0.0.0.0")
     listener = socket.socket(family, kind, protocol)
@@ -82,30 +91,30 @@ def _listen(host: str, port: int) -> socket.socket:
         listener.listen(2048)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            _stop(f"port {port} of {host} is taken; choose another with --port, or 0 for a free one")
+            _stop(
+                f"port {port} of {host} is taken; choose another with --port, or 0 for a free one"
+            )
         if error.errno == errno.EACCES:
             _stop(f"port {port} needs more rights; choose one from 1024 up with --port")
         _stop(f"cannot listen on {host} port {port}: {error.strerror}")
-    listener.set_inheritable(True)
     return listener
 
 
 def _run(listener: socket.socket, workers: int) -> None:
     import uvicorn
-    from uvicorn.supervisors import Multiprocess
 
-    config = uvicorn.Config(
-        "server.cli:application",
-        factory=True,
-        workers=workers,
-        log_level="warning",
-        timeout_graceful_shutdown=10,
-    )
-    server = uvicorn.Server(config)
+    options: dict[str, Any] = {
+        "factory": True,
+        "log_level": "warning",
+        "timeout_graceful_shutdown": 10,
+    }
     if workers == 1:
-        server.run(sockets=[listener])
+        config = uvicorn.Config("server.cli:application", **options)
+        uvicorn.Server(config).run(sockets=[listener])
         return
-    Multiprocess(config, target=server.run, sockets=[listener]).run()
+    host, port = listener.getsockname()[:2]
+    listener.close()
+    uvicorn.run("server.cli:application", host=host, port=port, workers=workers, **options)
 
 
 def application() -> object:
@@ -115,8 +124,7 @@ def application() -> object:
     from tuner.results.store import Store
 
     settings = Settings()
-    store = Store.open(settings.db, read_only=os.environ.get("DASH_READ_ONLY") == "1")
-    return create_app(store, settings)
+    return create_app(Store.open(settings.db, read_only=settings.read_only), settings)
 
 
 def _stop(line: str) -> NoReturn:

@@ -36,7 +36,10 @@ class Context:
         found = self.store.gpus()
         measured = [gpu for gpu in found if len(found) == 1 or self.snapshots.of(gpu).cells]
         if not found:
-            raise ApiError(404, "nothing is measured yet; run dash-tune --gpu auto on a GPU machine, or import rows")
+            raise ApiError(
+                404,
+                "nothing is measured yet; run dash-tune --gpu auto on a GPU machine, or import rows",
+            )
         return (measured or found)[0]
 
     def gpu(self, asked: str | None) -> str:
@@ -44,7 +47,9 @@ class Context:
         if asked is None:
             return self.default_gpu()
         if asked not in GPUS and asked not in self.store.gpus():
-            raise invalid("gpu", f"gpu is {asked[:60]!r}, which is not known; known: {', '.join(GPUS)}")
+            raise invalid(
+                "gpu", f"gpu is {asked[:60]!r}, which is not known; known: {', '.join(GPUS)}"
+            )
         return asked
 
 
@@ -65,4 +70,6 @@ class StrictJson(JSONResponse):
     """JSON without NaN or infinity, ever."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(plain(content), ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+        return json.dumps(
+            plain(content), ensure_ascii=False, allow_nan=False, separators=(",", ":")
+        ).encode()

@@ -32,10 +32,17 @@ def operations(schema: dict[str, Any]) -> list[dict[str, Any]]:
             "path": path,
             "description": operation.get("description", operation.get("summary", "")),
             "secured": bool(operation.get("security")),
-            "parameters": [_parameter(p, schema) for p in operation.get("parameters", [])],
+            "parameters": sorted(
+                (_parameter(p, schema) for p in operation.get("parameters", [])),
+                key=lambda p: not p["required"],
+            ),
             "body": _body(operation, schema),
             "responses": [
-                {"status": code, "description": answer.get("description", ""), "types": ", ".join(answer.get("content", {}))}
+                {
+                    "status": code,
+                    "description": answer.get("description", ""),
+                    "types": ", ".join(answer.get("content", {})),
+                }
                 for code, answer in operation.get("responses", {}).items()
             ],
         }
@@ -66,7 +73,7 @@ def _parameter(parameter: dict[str, Any], schema: dict[str, Any]) -> dict[str, A
         "enum": inner.get("enum") or [],
         "default": kind.get("default"),
         "bounds": bounds,
-        "example": examples[0] if examples and parameter.get("required") else "",
+        "example": examples[0] if examples else "",
     }
 
 

@@ -13,7 +13,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError, OperationalError
 from starlette.exceptions import HTTPException
 
-from tuner.results.store import StoreError
+from tuner.results.rows import StoreError
 
 log = logging.getLogger("dash.server")
 
@@ -94,7 +94,11 @@ def install(app: FastAPI, retry_after_s: int) -> None:
     @app.exception_handler(ApiError)
     async def _api(_: Request, error: ApiError) -> JSONResponse:
         return problem_response(
-            error.status, error.detail, parameter=error.parameter, headers=error.headers, **error.extra
+            error.status,
+            error.detail,
+            parameter=error.parameter,
+            headers=error.headers,
+            **error.extra,
         )
 
     @app.exception_handler(RequestValidationError)

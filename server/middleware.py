@@ -75,7 +75,9 @@ class Guard:
         await self.app(scope, receive_whole, send_guarded)
 
     def _too_large(self) -> ASGIApp:
-        return problem_response(413, f"the body is larger than the {self.limit} bytes this server takes")
+        return problem_response(
+            413, f"the body is larger than the {self.limit} bytes this server takes"
+        )
 
 
 class Metrics:
@@ -110,7 +112,11 @@ class Metrics:
             await self.app(scope, receive, send_counted)
         finally:
             route = getattr(scope.get("route"), "path", "none")
-            method = scope["method"] if scope["method"] in ("GET", "HEAD", "POST", "OPTIONS") else "other"
+            method = (
+                scope["method"]
+                if scope["method"] in ("GET", "HEAD", "POST", "OPTIONS")
+                else "other"
+            )
             self.requests.labels(method, route, str(status)).inc()
             self.seconds.labels(route).observe(time.perf_counter() - begin)
 

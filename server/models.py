@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.params import Count, Direction, GpuName, RowId, Source, Status, Time
+from server.params import Count, Direction, Dtype, GpuName, Mask, RowId, Source, Status, Time
 
 Text = Annotated[str, Field(max_length=16_000)]
 
@@ -42,7 +42,9 @@ class Standing(BaseModel):
     min_resident: int | None
     numerics_key: str | None
     confidence: Confidence | None
-    speedup_vs_baseline: float | None = Field(description="Against ascending order in the same sweep.")
+    speedup_vs_baseline: float | None = Field(
+        description="Against ascending order in the same sweep."
+    )
 
 
 class Best(Standing):
@@ -69,7 +71,9 @@ class BestAnswer(BaseModel):
     head_group: int
     direction: str
     source: str
-    release: str | None = Field(description="Name of the release that answered; null: the rows as they are now.")
+    release: str | None = Field(
+        description="Name of the release that answered; null: the rows as they are now."
+    )
     release_id: int | None
     matched: Literal["exact", "nearest"] | None
     best: Best | None
@@ -108,7 +112,9 @@ class Curves(BaseModel):
     dtype: str
     head_group: int
     direction: str
-    matmul_tflops: float | None = Field(description="The chip's measured matmul rate, where a row stores it.")
+    matmul_tflops: float | None = Field(
+        description="The chip's measured matmul rate, where a row stores it."
+    )
     series: list[Series]
 
 
@@ -150,10 +156,10 @@ class Health(BaseModel):
 
 class ProblemBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    mask: str
-    head_dim: Count
-    seq_len: Count
-    dtype: str = "bfloat16"
+    mask: Mask = Field(examples=["causal"])
+    head_dim: Count = Field(examples=[128])
+    seq_len: Count = Field(examples=[4096])
+    dtype: Dtype = "bfloat16"
     batch: Count = 1
     heads: Count = 1
     heads_kv: Count | None = None
@@ -164,7 +170,7 @@ class RunBody(BaseModel):
     """The command that made the rows. A ``uuid`` sent again continues the same run."""
 
     model_config = ConfigDict(extra="forbid")
-    gpu: GpuName
+    gpu: GpuName = Field(examples=["h200"])
     environment: dict[str, Any]
     measurement_policy: dict[str, Any] = Field(default_factory=dict)
     command: Text = ""
@@ -220,6 +226,6 @@ class Stored(BaseModel):
 
 class ReleaseBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
-    gpu: GpuName
+    gpu: GpuName = Field(examples=["h200"])
     notes: Text = ""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = None

@@ -57,7 +57,7 @@ def _gpu_key(value: str) -> str:
         return value
 
 
-GpuName = Annotated[str, AfterValidator(_gpu_key), Field(min_length=1, max_length=64, examples=["h200"])]
+GpuName = Annotated[str, AfterValidator(_gpu_key), Field(min_length=1, max_length=64)]
 
 
 def _zoned(value: Any) -> Any:
@@ -69,7 +69,9 @@ def _zoned(value: Any) -> Any:
             raise ValueError("it must be an RFC 3339 time such as 2026-01-01T21:00:00Z") from None
     if isinstance(value, datetime):
         if value.tzinfo is None:
-            raise ValueError("it has no time zone; write it with Z or an offset, such as 2026-01-01T21:00:00Z")
+            raise ValueError(
+                "it has no time zone; write it with Z or an offset, such as 2026-01-01T21:00:00Z"
+            )
         try:
             return value.astimezone(timezone.utc)
         except OverflowError:
@@ -97,7 +99,7 @@ class Strict(BaseModel):
 
 class HeadDim(Strict):
     head_dim: Count | None = Field(None, description="Also `d`.", examples=[128])
-    d: Count | None = Field(None, description="The same as `head_dim`.", examples=[128])
+    d: Count | None = Field(None, description="The same as `head_dim`.")
 
     @property
     def dim(self) -> int | None:
@@ -115,11 +117,15 @@ class Shape(HeadDim):
 
 class BestQuery(Shape):
     mask: Mask = Field(examples=["causal"])
-    gpu: GpuName | None = Field(None, description="Default: the server's default GPU; the answer names it.")
+    gpu: GpuName | None = Field(
+        None, description="Default: the server's default GPU; the answer names it."
+    )
     dtype: Dtype = "bfloat16"
     batch: Count | None = None
     heads: Count | None = None
-    heads_kv: Count | None = Field(None, description="Needs `heads`; their ratio is the head group.")
+    heads_kv: Count | None = Field(
+        None, description="Needs `heads`; their ratio is the head group."
+    )
     direction: Direction = "backward"
     release: str | None = Field(
         None,
@@ -155,7 +161,9 @@ class ResultsQuery(Shape):
     status: Status | None = None
     source: Source | None = None
     run_id: RowId | None = None
-    since: Time | None = Field(None, description="Rows stored at or after this time (RFC 3339 with a zone).")
+    since: Time | None = Field(
+        None, description="Rows stored at or after this time (RFC 3339 with a zone)."
+    )
     until: Time | None = Field(None, description="Rows stored at or before this time.")
     cursor: RowId = Field(0, description="`next_cursor` of the page before.")
     limit: Annotated[int, BeforeValidator(_digits), Field(ge=1, le=1000)] = 100
@@ -186,8 +194,11 @@ class NoQuery(Strict):
     pass
 
 
-def refuse_repeats(request: Request) -> None:
-    """Dependency of every call: a parameter given twice, also under its other name, is refused."""
+async def refuse_repeats(request: Request) -> None:
+    """Dependency of every call: a parameter given twice, also under its other name, is refused.
+
+    Async, since a plain function would cost a hop to a thread.
+    """
     seen: dict[str, str] = {}
     for name, _ in request.query_params.multi_items():
         own = ALIASES.get(name, name)

@@ -19,9 +19,13 @@ def writer(settings: Settings) -> Callable[..., None]:
     """Dependency: 403 when no token is configured, 401 for a missing or wrong one, compared in constant time."""
     configured = settings.token.get_secret_value().strip() if settings.token else ""
 
-    def check(given: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)] = None) -> None:
+    def check(
+        given: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)] = None,
+    ) -> None:
         if not configured:
-            raise ApiError(403, "this server takes no writes; set DASH_TOKEN where it runs to allow them")
+            raise ApiError(
+                403, "this server takes no writes; set DASH_TOKEN where it runs to allow them"
+            )
         offered = given.credentials if given else ""
         if not secrets.compare_digest(offered.encode(), configured.encode()):
             raise ApiError(

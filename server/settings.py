@@ -16,6 +16,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(env_prefix="DASH_", env_ignore_empty=True, extra="ignore")
 
     db: str | None = None
+    read_only: bool = False
     token: SecretStr | None = None
     default_gpu: str | None = None
     root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]+)*$")

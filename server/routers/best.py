@@ -19,7 +19,10 @@ from tuner.results.queries import NotMeasured, Question, best
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     404: {"model": Problem, "description": "Nothing is measured for this; `detail` says what is."},
-    422: {"model": Problem, "description": "A parameter is unknown, wrong or given twice; it is named."},
+    422: {
+        "model": Problem,
+        "description": "A parameter is unknown, wrong or given twice; it is named.",
+    },
     503: {"model": Problem, "description": "The database does not answer; see Retry-After."},
 }
 
@@ -40,7 +43,10 @@ def create(context: Context) -> APIRouter:
             if query.heads is None:
                 raise invalid("heads_kv", "heads_kv needs heads: their ratio is the head group")
             if query.heads % query.heads_kv:
-                raise invalid("heads_kv", f"heads ({query.heads}) is not a multiple of heads_kv ({query.heads_kv})")
+                raise invalid(
+                    "heads_kv",
+                    f"heads ({query.heads}) is not a multiple of heads_kv ({query.heads_kv})",
+                )
         question = Question(
             gpu=context.gpu(query.gpu),
             mask=query.mask,
@@ -59,7 +65,9 @@ def create(context: Context) -> APIRouter:
         except NotMeasured as error:
             raise ApiError(404, str(error)) from None
 
-    @router.get("/table", responses={**FAILURES, 304: {"description": "Unchanged since If-None-Match."}})
+    @router.get(
+        "/table", responses={**FAILURES, 304: {"description": "Unchanged since If-None-Match."}}
+    )
     def get_table(request: Request, query: Annotated[GpuQuery, Query()]) -> Response:
         """The lookup table that the dispatcher loads: the newest release of the GPU, else the one shipped for it."""
         gpu = context.gpu(query.gpu)
@@ -90,7 +98,8 @@ def create(context: Context) -> APIRouter:
             known = sorted({(c.mask, c.head_dim, c.dtype, c.head_group) for c in snapshot.cells})
             has = "; ".join(f"{m} d={d} {t} head group {g}" for m, d, t, g in known) or "nothing"
             raise ApiError(
-                404, f"{gpu} has no {query.source} rows for {query.mask} d={query.dim} {query.dtype}; it has: {has}"
+                404,
+                f"{gpu} has no {query.source} rows for {query.mask} d={query.dim} {query.dtype}; it has: {has}",
             )
         shapes = {(c.seq_len, c.seq_len_kv, c.batch, c.heads) for c in cells}
         points = [
@@ -99,7 +108,10 @@ def create(context: Context) -> APIRouter:
             if (p.seq_len, p.seq_len_kv, p.batch, p.heads) in shapes
         ]
         body = {
-            **{k: getattr(shown, k) for k in ("gpu", "mask", "head_dim", "dtype", "head_group", "direction")},
+            **{
+                k: getattr(shown, k)
+                for k in ("gpu", "mask", "head_dim", "dtype", "head_group", "direction")
+            },
             "matmul_tflops": snapshot.ceiling,
             "series": _series(points),
         }
@@ -115,7 +127,10 @@ def _series(points: list[Point]) -> list[dict[str, Any]]:
         {
             "schedule": kind,
             "source": source,
-            **{name: [getattr(p, name) for p in line] for name in ("seq_len", "speedup", "tflops", "registers", "spill_bytes")},
+            **{
+                name: [getattr(p, name) for p in line]
+                for name in ("seq_len", "speedup", "tflops", "registers", "spill_bytes")
+            },
         }
         for (kind, source), line in by_kind(points).items()
     ]
@@ -127,7 +142,8 @@ def _shipped(gpu: str) -> tuple[str, str]:
         return path.read_text(encoding="utf-8"), LookupTable.load(path).digest
     except (OSError, TableError):
         raise ApiError(
-            404, f"{gpu} has no release and no shipped lookup table; freeze one with: dash-tune release --gpu {gpu}"
+            404,
+            f"{gpu} has no release and no shipped lookup table; freeze one with: dash-tune release --gpu {gpu}",
         ) from None
 
 
@@ -136,6 +152,8 @@ def table_response(request: Request, text: str, digest: str, cache: str) -> Resp
     tag = f'"{digest}"'
     headers = {"ETag": tag, "Cache-Control": cache}
     asked = request.headers.get("if-none-match", "")
-    if asked.strip() == "*" or tag in [part.strip().removeprefix("W/") for part in asked.split(",")]:
+    if asked.strip() == "*" or tag in [
+        part.strip().removeprefix("W/") for part in asked.split(",")
+    ]:
         return Response(status_code=304, headers=headers)
     return Response(text, media_type="application/json", headers=headers)

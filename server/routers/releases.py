@@ -39,18 +39,26 @@ def create(context: Context) -> APIRouter:
         """Freeze the winners of a GPU as they are now. What is frozen never changes."""
         gpu = context.gpu(body.gpu)
         if not context.snapshots.of(gpu).cells:
-            raise invalid("gpu", f"{gpu} has no measured winner to freeze; run dash-tune --gpu {gpu} first")
+            raise invalid(
+                "gpu", f"{gpu} has no measured winner to freeze; run dash-tune --gpu {gpu} first"
+            )
         try:
             release = freeze(context.store, gpu, body.notes, body.name)
         except StoreUnavailable:
             raise
         except StoreError as error:
             raise ApiError(409, str(error), parameter="name") from None
-        return StrictJson(_info(release), 201, headers={"Location": f"releases/{release.id}/table.json"})
+        return StrictJson(
+            _info(release), 201, headers={"Location": f"releases/{release.id}/table.json"}
+        )
 
     @router.get(
         "/releases/{release_id}/table.json",
-        responses={304: {"description": "Unchanged."}, 404: {"model": Problem}, 422: {"model": Problem}},
+        responses={
+            304: {"description": "Unchanged."},
+            404: {"model": Problem},
+            422: {"model": Problem},
+        },
     )
     def get_release_table(
         request: Request,

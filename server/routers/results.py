@@ -43,7 +43,9 @@ def create(context: Context) -> APIRouter:
         """Rows in the order in which they were stored. Follow `next_cursor` (or the Link header) to the next page."""
         values = {name: getattr(query, name, None) for name in FILTER_FIELDS}
         values |= {"head_dim": query.dim, "seq_len": query.length}
-        rows = context.store.results(ResultFilter(**values), limit=query.limit + 1, after_id=query.cursor)
+        rows = context.store.results(
+            ResultFilter(**values), limit=query.limit + 1, after_id=query.cursor
+        )
         more = len(rows) > query.limit
         rows = rows[: query.limit]
         cursor = rows[-1].id if more else None

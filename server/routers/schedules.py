@@ -38,13 +38,20 @@ def create() -> APIRouter:
 
     @router.get("/schedules/{name}", responses={404: {"model": Problem}, 422: {"model": Problem}})
     def get_schedule(
-        name: Annotated[str, Path(examples=["shortest_first"])], query: Annotated[ScheduleQuery, Query()]
+        name: Annotated[str, Path(examples=["shortest_first"])],
+        query: Annotated[ScheduleQuery, Query()],
     ) -> StrictJson:
         """A schedule for one head as data: its arrays, what `check` proved, and how the model runs it."""
         if name not in SCHEDULES:
-            raise ApiError(404, f"schedule {name[:60]!r} does not exist; there is {', '.join(SCHEDULES)}")
+            raise ApiError(
+                404, f"schedule {name[:60]!r} does not exist; there is {', '.join(SCHEDULES)}"
+            )
         grid = TileGrid(
-            query.seq_len, query.seq_len_kv or query.seq_len, query.block_m, query.block_n, query.mask == "causal"
+            query.seq_len,
+            query.seq_len_kv or query.seq_len,
+            query.block_m,
+            query.block_n,
+            query.mask == "causal",
         )
         if grid.num_m * grid.num_n * query.heads > MAX_STEPS:
             raise invalid(

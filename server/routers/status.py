@@ -18,7 +18,11 @@ from tuner.results.rows import ResultFilter
 def create(context: Context, registry: CollectorRegistry) -> APIRouter:
     router = APIRouter(tags=["service"])
 
-    @router.get("/gpus", response_model=list[Gpu], responses={422: {"model": Problem}, 503: {"model": Problem}})
+    @router.get(
+        "/gpus",
+        response_model=list[Gpu],
+        responses={422: {"model": Problem}, 503: {"model": Problem}},
+    )
     def get_gpus(_: Annotated[NoQuery, Query()]) -> StrictJson:
         """GPUs that the package knows or the database has rows of."""
         releases = {release.gpu: release.name for release in reversed(context.store.releases())}
@@ -40,14 +44,24 @@ def create(context: Context, registry: CollectorRegistry) -> APIRouter:
             )
         return StrictJson(answer)
 
-    @router.get("/healthz", response_model=Health, responses={422: {"model": Problem}, 503: {"model": Problem}})
+    @router.get(
+        "/healthz",
+        response_model=Health,
+        responses={422: {"model": Problem}, 503: {"model": Problem}},
+    )
     def get_health(_: Annotated[NoQuery, Query()]) -> StrictJson:
         """200 while the database answers."""
         context.store.ping()
-        body = {"status": "ok", "schema_version": context.store.schema_version(), "version": __version__}
+        body = {
+            "status": "ok",
+            "schema_version": context.store.schema_version(),
+            "version": __version__,
+        }
         return StrictJson(body, headers={"Cache-Control": "no-store"})
 
-    @router.get("/metrics", responses={200: {"content": {"text/plain": {}}}, 422: {"model": Problem}})
+    @router.get(
+        "/metrics", responses={200: {"content": {"text/plain": {}}}, 422: {"model": Problem}}
+    )
     def get_metrics(_: Annotated[NoQuery, Query()]) -> Response:
         """Prometheus metrics of this process."""
         return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)

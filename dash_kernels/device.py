@@ -13,6 +13,7 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -242,9 +243,11 @@ def no_gpu_reason() -> str | None:
 
 def current_gpu(index: int | None = None) -> Gpu:
     """The CUDA GPU with this index (default: PyTorch's current one). Raises NoGpuError naming the remedy."""
-    reason = no_gpu_reason()
-    if reason is not None:
-        raise NoGpuError(reason)
+    loaded = sys.modules.get("torch")
+    if loaded is None or not loaded.cuda.is_initialized():
+        reason = no_gpu_reason()
+        if reason is not None:
+            raise NoGpuError(reason)
     import torch
 
     index = torch.cuda.current_device() if index is None else index

@@ -289,9 +289,9 @@ def _is_url(name: str) -> bool:
 
 def fetch_table(url: str) -> LookupTable:
     """Table at an http(s) address. One whose path names a release is immutable, so its cached copy answers first."""
-    cached = cache_folder() / f"table-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
-    immutable = "/releases/" in urllib.parse.urlsplit(url).path
-    if immutable and cached.is_file():
+    folder = cache_folder() if "/releases/" in urllib.parse.urlsplit(url).path else None
+    cached = folder and folder / f"table-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
+    if cached and cached.is_file():
         try:
             return LookupTable.load(cached)
         except TableError as error:
@@ -304,17 +304,20 @@ def fetch_table(url: str) -> LookupTable:
     if len(text) > MAX_TABLE_BYTES:
         raise TableError(f"{url}: larger than {MAX_TABLE_BYTES >> 20} MiB; not a lookup table")
     table = LookupTable.from_json(text, url)
-    if immutable:
+    if cached:
         _write_cache(cached, text)
     return table
 
 
-def cache_folder() -> Path:
-    """Folder of fetched tables: DASH_CACHE, else the user's cache folder."""
+def cache_folder() -> Path | None:
+    """Folder of fetched tables: DASH_CACHE, else the user's cache folder; None for a user who has no home."""
     chosen = os.environ.get("DASH_CACHE")
     if chosen:
         return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dash"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dash"
+    except RuntimeError:
+        return None
 
 
 def _write_cache(path: Path, text: bytes) -> None:

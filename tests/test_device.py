@@ -59,6 +59,10 @@ class _FakeCuda:
     def is_available() -> bool:
         return False
 
+    @staticmethod
+    def is_initialized() -> bool:
+        return False
+
 
 @pytest.mark.parametrize(
     ("cuda_build", "present", "visible", "says"),

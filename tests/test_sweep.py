@@ -18,6 +18,7 @@ from tuner.command import SweepRequest, UsageError, run_sweep
 from tuner.nvml import VisibleGpu
 from tuner.results import ResultRow, Store
 from tuner.space import SpaceFilter
+from tuner.winners import winners
 
 GPU = VisibleGpu(0, "GPU-fake", "NVIDIA H200", (9, 0))
 SMALL = SpaceFilter(
@@ -83,6 +84,25 @@ def test_the_final_round_holds_the_baselines_and_the_leaders(request_: SweepRequ
     assert cell.served.row.schedule == "shortest_first"
     assert cell.best.row.schedule == "shift"
     assert set(cell.baselines) == {"ascending", "unordered"}
+
+
+def test_rows_of_the_final_round_decide_over_earlier_ones(request_: SweepRequest) -> None:
+    run_sweep(request_)
+    with Store.open(request_.db) as store:
+        (cell,) = store.winners("h200")
+        assert cell.served is not None
+        slower = next(row for row in store.results(limit=None) if row.schedule == "descending")
+        lucky = replace(slower, tflops=900.0, id=None, run_id=None, run_uuid=None)
+        run = store.start_run(replace(store.runs()[0], id=None, uuid="earlier", finished=None))
+        store.add(run, lucky)
+        (after,) = store.winners("h200")
+        assert after.served is not None
+        assert after.served.row.tflops == 900.0, "a newer row competes"
+    older = replace(cell.served.row, telemetry=None, id=1, tflops=999.0, config_hash="other")
+    final = [cell.served.row, cell.best.row]
+    (judged,) = winners([(row, "sweep") for row in [older, *final]])
+    assert judged.served is not None
+    assert judged.served.row.config_hash == cell.served.row.config_hash
 
 
 def test_resume_does_nothing_new_and_fresh_does_all_again(
@@ -257,6 +277,7 @@ import tuner.command
 from tuner.command import SweepRequest, run_sweep
 from tuner.nvml import VisibleGpu
 from tuner.space import SpaceFilter
+from tuner.winners import winners
 tuner.command.visible_gpus = lambda: [VisibleGpu(0, "GPU-fake", "NVIDIA H200", (9, 0))]
 sys.exit(run_sweep(SweepRequest(gpu="h200", filters={SMALL!r}, db={request_.db!r}, jobs=1,
     measurer={request_.measurer!r}, compiler={request_.compiler!r})))

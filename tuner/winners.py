@@ -7,6 +7,8 @@
 - May win: status ok, a reduction policy that is deterministic, a finite cost, not above the chip's peak, and no row of
   the same config in the sweep that failed the correctness or the determinism gate.
 - ``best`` is the fastest of these, ``served`` the fastest that needs one resident CTA only.
+- Where a cell had a final round (its leaders sampled in turn), only its rows, and newer ones, compete: times taken
+  minutes apart saw other clocks.
 - Ties go by a fixed rule. A config ties with the fastest when it is within NOISE_FLOOR, or within NOISE_CAP with a 95 %
   interval of the lead that includes zero. Among those: fewest resident CTAs, fewest stages, then the config's key.
 - Baselines: ``ascending`` is the ordered ascending kind as FA3 launches it (heads in turn, ascending), its best tile;
@@ -176,8 +178,8 @@ def _cell(by_sweep: dict[str, list[ResultRow]]) -> Cell | None:
         cell = Cell(
             **{name: getattr(first, name) for name in CELL_FIELDS},
             sweep=sweep,
-            best=_win(eligible, baseline),
-            served=_win(servable, baseline) if servable else None,
+            best=_win(_comparable(eligible), baseline),
+            served=_win(_comparable(servable), baseline) if servable else None,
             baselines={name: _standing_of(row, baseline) for name, row in baselines.items()},
             servable=servable,
         )
@@ -185,6 +187,16 @@ def _cell(by_sweep: dict[str, list[ResultRow]]) -> Cell | None:
             return cell
         unserved = unserved or cell
     return unserved
+
+
+def _comparable(rows: Sequence[ResultRow]) -> Sequence[ResultRow]:
+    """The rows of the cell's newest final round and any since, where there is one: earlier ones saw other clocks."""
+    final = [row for row in rows if (row.telemetry or {}).get("round") == "final"]
+    if not final:
+        return rows
+    newest = max(final, key=lambda row: row.id or 0).run_id
+    start = min(row.id or 0 for row in final if row.run_id == newest)
+    return [row for row in rows if (row.id or 0) >= start]
 
 
 def _standing(rows: list[ResultRow]) -> list[ResultRow]:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).resolve().parent
+WARM_UP_SECONDS = 80  # beside a first test of its own within that test's bound
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -20,11 +25,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(120))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
+    """Compile the kernels of a long run in several processes; what fails there fails again in its own test."""
+    count = min(12, (os.cpu_count() or 1) - 1)
+    if len(request.session.items) < 50 or count < 2 or "PYTEST_XDIST_WORKER" in os.environ:
+        return
+    command = [sys.executable, str(HERE / "warm_kernels.py")]
+    workers = [
+        subprocess.Popen(
+            [*command, str(i), str(count)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        for i in range(count)
+    ]
+    deadline = time.monotonic() + WARM_UP_SECONDS
+    for worker in workers:
+        try:
+            worker.wait(max(0.0, deadline - time.monotonic()))
+        except subprocess.TimeoutExpired:
+            worker.kill()
+
+
 @pytest.fixture(autouse=True)
-def _no_error_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+def _no_error_left_behind() -> Iterator[None]:
     """A kernel's asynchronous error belongs to the test that launched it."""
     yield
-    if request.node.get_closest_marker("skip") is None:
-        import torch
+    import torch
 
-        torch.cuda.synchronize()
+    torch.cuda.synchronize()

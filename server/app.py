@@ -12,7 +12,7 @@ from dashboard.router import create_router
 from dashboard.snapshot import Snapshots
 from server import docs, errors, openapi
 from server.deps import Context
-from server.middleware import Guard, Metrics, store_gauges
+from server.middleware import Guard, Metrics, UnderPrefix, store_gauges
 from server.params import refuse_repeats
 from server.routers import best, releases, results, schedules, status
 from server.settings import Settings
@@ -31,7 +31,6 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
         title="DASH",
         version=__version__,
         description=DESCRIPTION,
-        root_path=settings.root_path,
         docs_url=None,
         redoc_url=None,
         openapi_url="/openapi.json",
@@ -50,7 +49,7 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
     ):
         app.include_router(router)
     app.include_router(docs.create(app))
-    openapi.install(app)
+    openapi.install(app, settings.root_path)
     app.include_router(create_router(store, context.snapshots, settings.default_gpu))
     app.add_middleware(GZipMiddleware, minimum_size=2048, compresslevel=5)
     if settings.cors_origins:
@@ -59,5 +58,7 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
         )
     app.add_middleware(Guard, limit=settings.max_body_bytes)
     app.add_middleware(Metrics, registry=registry)
+    if settings.root_path:
+        app.add_middleware(UnderPrefix, prefix=settings.root_path)
     app.state.context = context
     return app

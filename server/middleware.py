@@ -31,6 +31,18 @@ HEADERS = {
 }
 
 
+class UnderPrefix:
+    """Tells the application the prefix under which a proxy offers it, so that its links carry it."""
+
+    def __init__(self, app: ASGIApp, prefix: str) -> None:
+        self.app, self.prefix = app, prefix
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            scope = {**scope, "root_path": self.prefix}
+        await self.app(scope, receive, send)
+
+
 class Guard:
     """Adds the security headers and refuses a body larger than ``limit`` bytes, announced or not."""
 

@@ -14,8 +14,8 @@ ALWAYS = {
 }
 
 
-def install(app: FastAPI) -> None:
-    """Make ``app.openapi`` answer the corrected document, built once."""
+def install(app: FastAPI, root_path: str) -> None:
+    """Make ``app.openapi`` answer the corrected document, built once. ``root_path`` is where a proxy offers it."""
 
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
@@ -24,7 +24,7 @@ def install(app: FastAPI) -> None:
                 version=app.version,
                 description=app.description,
                 routes=app.routes,
-                servers=[{"url": app.root_path}] if app.root_path else None,
+                servers=[{"url": root_path}] if root_path else None,
             )
             for item in schema["paths"].values():
                 for operation in item.values():

@@ -41,7 +41,7 @@ class FakeMeasurer:
     def handle(self, task: dict[str, Any]) -> dict[str, Any]:
         problem = Problem.from_dict(task["problem"])
         results = [
-            self._one(problem, Config.from_dict(entry["config"])) for entry in task["entries"]
+            self._one(problem, Config.from_dict(entry["config"]), task) for entry in task["entries"]
         ]
         if task["kind"] == "final":
             for result in results:
@@ -49,7 +49,7 @@ class FakeMeasurer:
             return {"results": results}
         return results[0]
 
-    def _one(self, problem: Problem, config: Config) -> dict[str, Any]:
+    def _one(self, problem: Problem, config: Config, task: dict[str, Any]) -> dict[str, Any]:
         if self.log:
             with self.log.open("a") as file:
                 file.write(f"{os.getpid()} {config.schedule}\n")
@@ -91,7 +91,7 @@ class FakeMeasurer:
             "tflops": tflops,
             "ms": problem.flops() / tflops * 1e-9,
             "samples": [1.0, 1.01, 0.99],
-            "speedup_vs_baseline": tflops / SPEED["ascending"],
+            "speedup_vs_baseline": tflops / SPEED["ascending"] if task.get("baseline") else None,
             "bits_equal": config.deterministic,
             "runs_compared": 4,
             "numerics_key": "fake",
@@ -109,8 +109,12 @@ class FakeCompiler:
         self.info: dict[str, Any] = {}
 
     def handle(self, task: dict[str, Any]) -> dict[str, Any]:
-        from tuner.compile import prove
+        from dash_kernels.device import resolve_gpu
+        from tuner.compile import predict_ms, prove
 
+        if task["kind"] == "predict":
+            problem, config = Problem.from_dict(task["problem"]), Config.from_dict(task["config"])
+            return {"predicted": predict_ms(problem, config, resolve_gpu("h800"))}
         if task["kind"] == "prove":
             return {
                 "min_resident": prove(

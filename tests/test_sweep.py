@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -267,6 +268,35 @@ def test_a_worker_that_cannot_start_is_one_line_and_no_row(
     assert rows(request_) == []
 
 
+def test_without_a_gpu_rows_are_compiled_and_modelled_and_never_measured(
+    request_: SweepRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = replace(request_, gpu="h800", compile_only=True, simulate=True, as_json=True)
+    assert run_sweep(request) == 0
+    events = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert events[0]["event"] == "begin"
+    assert events[-1]["exit_code"] == 0
+    assert events[-1]["ok"] == events[0]["total"] == len(events) - 2
+    found = rows(request)
+    assert Counter(row.source for row in found) == {
+        "compiled": len(found) // 2,
+        "modelled": len(found) // 2,
+    }
+    assert all(row.gpu == "h800" and row.tflops is None and row.ms is None for row in found)
+    times = {row.schedule: row.predicted for row in found if row.source == "modelled"}
+    assert times["shift"] < times["ascending"]  # type: ignore[operator]
+    with Store.open(request.db) as store:
+        assert store.winners("h800") == []
+        (cell,) = store.winners("h800", source="modelled")
+        assert cell.best.row.predicted == min(
+            row.predicted for row in found if row.predicted and row.policy != "unordered"
+        )
+        run = store.runs()[0]
+    assert run.environment["gpu"] == "h800"
+    assert run.environment["sms"] == 132
+    assert run.environment["gpu_name"] is None
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_keeps_rows_and_children_do_not_survive(
     request_: SweepRequest, tmp_path: Path, number: int
@@ -287,7 +317,7 @@ sys.exit(run_sweep(SweepRequest(gpu="h200", filters={SMALL!r}, db={request_.db!r
         (str(Path(__file__).parent), str(Path(__file__).parents[1]))
     )
     child = subprocess.Popen(
-        [sys.executable, "-c", script.replace("SpaceFilter(masks", "SpaceFilter(masks")],
+        [sys.executable, "-c", script],
         env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -196,16 +196,9 @@ def _sweep(
             "gpu": target.spec.name if target.spec else None,
         }
         compilers = compile_pool(request.compiler, jobs, options)
-        about = _environment(target, gpus)
-        sweep = Sweep(
-            store,
-            _settings(request, target, about),
-            candidates,
-            compilers,
-            gpus,
-            about,
-            reporter,
-        )
+        about = None if gpus else _environment(target)
+        settings = _settings(request, target)
+        sweep = Sweep(store, settings, candidates, compilers, gpus, about, reporter)
         with _interrupts(sweep):
             return sweep.run()
     except WorkerStartError as error:
@@ -217,30 +210,24 @@ def _sweep(
         reporter.close()
 
 
-def _environment(target: Target, gpus: Pool | None) -> dict[str, Any]:
-    """What the worker sees of its GPU and software; without a GPU, the chip's own identity in its place."""
-    if gpus is not None:
-        worker = gpus.slots[0].worker
-        worker.wait_ready()
-        found: dict[str, Any] = worker.info["environment"]
-        return found
-    spec = target.spec
+def _environment(target: Target) -> dict[str, Any]:
+    """This machine's software and the identity of a chip that is not here."""
     chip = {
         "gpu": target.name,
         "gpu_name": None,
-        "sms": spec.sms if spec else None,
+        "sms": target.spec.sms if target.spec else None,
         "capability": "{}.{}".format(*target.capability),
         "driver": None,
     }
     return {**environment(), **chip}
 
 
-def _settings(request: SweepRequest, target: Target, about: dict[str, Any]) -> SweepSettings:
+def _settings(request: SweepRequest, target: Target) -> SweepSettings:
     filters = request.filters
     return SweepSettings(
         gpu=target.name,
         capability=target.capability,
-        sms=int(about.get("sms") or (target.spec.sms if target.spec else 1)),
+        sms=target.spec.sms if target.spec else 1,
         source="compiled" if request.compile_only else "measured",
         command=request.command,
         timeout_s=request.timeout_s,
@@ -303,6 +290,7 @@ def _conclude(
         values = {
             "ok": summary.counts["ok"],
             "resumed": summary.resumed,
+            "failed_before": summary.failed_before,
             "pruned": summary.pruned,
             "left": summary.left,
             "failed": classes,
@@ -322,6 +310,8 @@ def _conclude(
         print(
             f"{summary.pruned} configs left out: they need more CTAs at once than {target.name} has SMs"
         )
+    if summary.failed_before:
+        print(f"{summary.failed_before} failed before; --retry does timeouts and deaths again")
     for name, count in classes.items():
         print(f"  {name}: {count}")
     for row in summary.failures[:LISTED_FAILURES]:

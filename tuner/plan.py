@@ -49,12 +49,16 @@ class Reporter(Protocol):
 
 @dataclass
 class Summary:
-    """What a sweep did. ``resumed`` candidates had rows before; ``left`` are those it did not come to."""
+    """What a sweep did. ``resumed`` candidates had rows before (``failed_before`` of them failures).
+
+    ``left`` are those it did not come to, ``pruned`` those that cannot run on this chip and were not asked for.
+    """
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[ResultRow] = field(default_factory=list)
     total: int = 0
     resumed: int = 0
+    failed_before: int = 0
     usable: int = 0
     pruned: int = 0
     left: int = 0
@@ -68,7 +72,7 @@ class Summary:
             return 130
         if self.usable == 0:
             return 1
-        return 3 if self.failures else 0
+        return 3 if self.failures or self.failed_before else 0
 
 
 @dataclass

@@ -41,7 +41,7 @@ class Sweep:
         candidates: Sequence[Candidate],
         compilers: Pool,
         gpus: Pool | None,
-        environment: dict[str, Any],
+        environment: dict[str, Any] | None,
         reporter: Reporter,
     ) -> None:
         self.store, self.settings, self.reporter = store, settings, reporter
@@ -52,14 +52,8 @@ class Sweep:
         self.prepared: dict[tuple[str, str], Reply] = {}
         self.preparing: list[tuple[str, str, Item]] = []
         self.warm: set[tuple[int, str]] = set()
-        self.baselines: dict[Problem, Config | None] = {}
-        self.run_info = RunInfo(
-            gpu=settings.gpu,
-            environment=environment,
-            measurement_policy=settings.policy.to_dict() if settings.source == "measured" else {},
-            command=settings.command,
-            source=settings.source,
-        )
+        self.baselines: dict[Problem, Config] = {}
+        self.baseline_items = {item.problem: item for item in self.items if self._is_baseline(item)}
         self.run_id: int | None = None
         self._modelled_run: int | None = None
         self._stop = ""
@@ -71,12 +65,14 @@ class Sweep:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Summary:
+        """Raises WorkerStartError when a worker cannot start; rows written until then stay."""
         started = time.monotonic()
         deadline = started + self.settings.budget_s if self.settings.budget_s else float("inf")
+        self.preparing = self._preparations()
+        self._meet_gpu()
         self._resume()
         self.summary.total = len(self.items)
         self.reporter.begin(len(self.items), self.summary.resumed)
-        self.preparing = self._preparations()
         try:
             while self._open_items() and not self._stop:
                 self._step(deadline)
@@ -90,6 +86,25 @@ class Sweep:
         self.summary.stopped = self._stop
         self.summary.seconds = time.monotonic() - started
         return self.summary
+
+    def _meet_gpu(self) -> None:
+        """Learn the environment from the first GPU worker; what needs no GPU goes on while it starts."""
+        settings = self.settings
+        if self.gpus is not None:
+            worker = self.gpus.slots[0].worker
+            while not worker.ready and not self._stop:
+                self._hand_out_preparations()
+                self._collect(IDLE_WAIT_S)
+            self.environment = worker.info.get("environment", {})
+        about = self.environment or {}
+        self.sms = int(about.get("sms") or settings.sms)
+        self.run_info = RunInfo(
+            gpu=settings.gpu,
+            environment=about,
+            measurement_policy=settings.policy.to_dict() if settings.source == "measured" else {},
+            command=settings.command,
+            source=settings.source,
+        )
 
     def _step(self, deadline: float) -> None:
         if time.monotonic() >= deadline:
@@ -107,7 +122,10 @@ class Sweep:
         wait([connection for pool in pools for connection in pool.connections], timeout=patience)
         if self.gpus is not None:
             finished = self.gpus.poll()
-            self._hand_out()  # the GPU goes on while rows are written
+            for _, item, reply in finished:
+                self._note_end(item, reply)
+            if finished:
+                self._hand_out()  # the GPU goes on while rows are written
             for slot, item, reply in finished:
                 self._measured(slot, item, reply)
         for _, key, reply in self.compilers.poll():
@@ -145,13 +163,20 @@ class Sweep:
                 retry=TRANSIENT if self.settings.retry else (),
             )
         known = {item.hash for item in self.items} & done
+        for item in self.items:
+            if item.hash in known:
+                item.state = "done"
         self.items = [item for item in self.items if item.hash not in known]
+        usable = set()
+        sweep = ":".join(self.run_info.sweep[1:])
+        for row, name in self.store.candidates(self.settings.gpu, source=self.settings.source):
+            if row.config_hash in known and name == sweep:
+                usable.add(row.config_hash)
+                if self._is_baseline(row):
+                    self.baselines[row.to_problem()] = row.to_config()
         self.summary.resumed = len(known)
-        if known:
-            for row, sweep in self.store.candidates(self.settings.gpu, source=self.settings.source):
-                if row.config_hash in known and sweep == ":".join(self.run_info.sweep[1:]):
-                    self.summary.usable += row.status == "ok"
-                    self._note_baseline(row)
+        self.summary.usable = len(usable)
+        self.summary.failed_before = len(known) - len(usable)
 
     def _preparations(self) -> list[tuple[str, str, Item]]:
         """Proofs and compiles in the order in which candidates need them, each once, last first."""
@@ -165,7 +190,7 @@ class Sweep:
                 needed.setdefault(("predict", item.hash), item)
         return [(kind, key, item) for (kind, key), item in reversed(needed.items())]
 
-    def _hand_out(self) -> None:
+    def _hand_out_preparations(self) -> None:
         for slot in self.compilers.idle_slots():
             if not self.preparing:
                 break
@@ -176,6 +201,9 @@ class Sweep:
                 "config": item.config.to_dict(),
             }
             self.compilers.submit(slot, (kind, key), task, self.settings.compile_timeout_s)
+
+    def _hand_out(self) -> None:
+        self._hand_out_preparations()
         if self.gpus is None or self._stop:
             return
         for slot in self.gpus.idle_slots():
@@ -197,13 +225,13 @@ class Sweep:
         return (mine or free or due)[0]
 
     def _is_ready(self, item: Item) -> bool:
+        """Proven, compiled, and the baseline to sample beside it has had its turn."""
         proof, kernel = self._proof(item), self._kernel(item)
+        baseline = self.baseline_items.get(item.problem)
+        if baseline is not None and baseline is not item and baseline.state != "done":
+            return False
         return bool(
-            proof
-            and kernel
-            and proof.ok
-            and kernel.ok
-            and self._residents(item) <= self.settings.sms
+            proof and kernel and proof.ok and kernel.ok and self._residents(item) <= self.sms
         )
 
     def _proof(self, item: Item) -> Reply | None:
@@ -236,8 +264,8 @@ class Sweep:
             )
         elif proof is not None and not proof.ok:
             self._write(item, proof.failure, error=proof.error)
-        elif proof is not None and self._residents(item) > self.settings.sms:
-            need = f"needs {self._residents(item)} CTAs resident at once; {self.settings.gpu} has {self.settings.sms} SMs"
+        elif proof is not None and self._residents(item) > self.sms:
+            need = f"needs {self._residents(item)} CTAs resident at once; {self.settings.gpu} has {self.sms} SMs"
             if self.settings.asked:
                 self._write(item, "constraints", error=need)
             else:
@@ -284,17 +312,22 @@ class Sweep:
 
     def _baseline(self, item: Item) -> Config | None:
         """The ascending config to sample beside this one; only one that has passed its own gates."""
-        if item.config == self._baseline_config(item.problem):
-            return item.config
-        return self.baselines.get(item.problem)
+        return item.config if self._is_baseline(item) else self.baselines.get(item.problem)
 
-    def _baseline_config(self, problem: Problem) -> Config:
-        return baseline_config(problem, self.settings.capability, self.settings.backend)
+    def _is_baseline(self, item: Item | ResultRow) -> bool:
+        problem, config = (
+            (item.problem, item.config)
+            if isinstance(item, Item)
+            else (item.to_problem(), item.to_config())
+        )
+        settings = self.settings
+        return config == baseline_config(problem, settings.capability, settings.backend)
 
-    def _note_baseline(self, row: ResultRow) -> None:
-        problem, config = row.to_problem(), row.to_config()
-        if row.status == "ok" and config == self._baseline_config(problem):
-            self.baselines[problem] = config
+    def _note_end(self, item: Any, reply: Reply) -> None:
+        if isinstance(item, Item):
+            item.state = "done"
+            if reply.ok and self._is_baseline(item):
+                self.baselines[item.problem] = item.config
 
     def _measured(self, slot: Slot, item: Any, reply: Reply) -> None:
         if not isinstance(item, Item):
@@ -337,7 +370,6 @@ class Sweep:
         self._count(row)
 
     def _count(self, row: ResultRow) -> None:
-        self._note_baseline(row)
         self.summary.counts[row.status] += 1
         self.summary.usable += row.status == "ok"
         if row.status != "ok":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from postgres_server import NOBODY, NoPostgres, PostgresServer
-from sqlalchemy import text
+from sqlalchemy import make_url, text
 
 from dash_kernels.problem import Config, Problem
 from tuner.results import (
@@ -110,7 +110,7 @@ def test_nan_and_infinity_are_null_at_any_depth(store: Store) -> None:
 
 def test_error_texts_of_any_kind_are_stored(store: Store) -> None:
     store.add(
-        store.start_run(RUN),
+        store.start_run(replace(RUN, command="lone \ud800")),
         row(status="runtime", error="bad \0 byte, lone \ud800 surrogate" + "x" * 99_999),
     )
     error = store.results()[0].error
@@ -520,6 +520,13 @@ def test_a_server_that_is_not_there_is_unavailable(tmp_path: Path) -> None:
         Store.open(f"postgresql://user:secret@/dash?host={tmp_path}")
     assert "\n" not in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_a_database_that_does_not_exist_on_its_server_is_named(postgres: PostgresServer) -> None:
+    missing = make_url(postgres.database()).set(database="nothing_here")
+    with pytest.raises(StoreError, match=r'"nothing_here" does not exist\); create it') as caught:
+        Store.open(missing.render_as_string(hide_password=False))
+    assert not isinstance(caught.value, StoreUnavailable)
 
 
 def test_ping(store: Store) -> None:

@@ -125,6 +125,8 @@ def _explain(reason: str, url: URL, disconnected: bool) -> StoreError:
         return StoreUnavailable(
             f"{where} is held by another writer for over {BUSY_SECONDS:.0f} s; try again"
         )
+    if "does not exist" in low or "authentication failed" in low:
+        return StoreError(f"{where} cannot be opened ({reason}); create it, or {CHOOSE}")
     if url.drivername != "sqlite" and (
         disconnected or "connect" in low or "shut" in low or "timeout" in low
     ):
@@ -144,7 +146,8 @@ def _sqlite_engine(target: str, pool: type[Pool], **options: Any) -> Engine:
         )
         connection.isolation_level = None  # transactions are begun below, not by the driver
         connection.execute("PRAGMA foreign_keys = ON")
-        connection.execute("PRAGMA synchronous = NORMAL")
+        if connection.execute("PRAGMA journal_mode").fetchone()[0] == "wal":
+            connection.execute("PRAGMA synchronous = NORMAL")  # with WAL: safe, and no wait a row
         return connection
 
     engine = create_engine("sqlite://", creator=connect, poolclass=pool, **options)

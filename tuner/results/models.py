@@ -53,8 +53,6 @@ Json = JSON(none_as_null=True)
 class Base(DeclarativeBase):
     type_annotation_map: ClassVar[dict[Any, Any]] = {
         datetime: UtcDateTime(),
-        dict[str, Any]: Json,
-        list[Any]: Json,
         str: Text(),
         float: Double(),
     }
@@ -75,9 +73,9 @@ class Run(Base):
     gpu: Mapped[str] = mapped_column(String(64))
     source: Mapped[str] = mapped_column(String(16))
     command: Mapped[str]
-    environment: Mapped[dict[str, Any]]
+    environment: Mapped[dict[str, Any]] = mapped_column(Json)
     environment_key: Mapped[str] = mapped_column(String(16))
-    measurement_policy: Mapped[dict[str, Any]]
+    measurement_policy: Mapped[dict[str, Any]] = mapped_column(Json)
     policy_key: Mapped[str] = mapped_column(String(16))
     started: Mapped[datetime]
     finished: Mapped[datetime | None]
@@ -120,7 +118,7 @@ class Result(Base):
     policy: Mapped[str] = mapped_column(String(32))
     block_m: Mapped[int]
     block_n: Mapped[int]
-    config: Mapped[dict[str, Any]]
+    config: Mapped[dict[str, Any]] = mapped_column(Json)
 
     status: Mapped[str] = mapped_column(String(32))
     error: Mapped[str | None]
@@ -128,7 +126,7 @@ class Result(Base):
     ms: Mapped[float | None]
     ms_low: Mapped[float | None]
     ms_high: Mapped[float | None]
-    samples: Mapped[list[Any] | None]
+    samples: Mapped[list[Any] | None] = mapped_column(Json)
     speedup_vs_baseline: Mapped[float | None]
     registers: Mapped[int | None]
     spill_bytes: Mapped[int | None] = mapped_column(BigInt)
@@ -142,7 +140,7 @@ class Result(Base):
     runs_compared: Mapped[int | None]
     min_resident: Mapped[int | None]
     numerics_key: Mapped[str | None] = mapped_column(String(64))
-    telemetry: Mapped[dict[str, Any] | None]
+    telemetry: Mapped[dict[str, Any] | None] = mapped_column(Json)
     predicted: Mapped[float | None]
     above_peak: Mapped[bool]
 
@@ -161,7 +159,7 @@ class ReleaseTable(Base):
     name: Mapped[str] = mapped_column(String(128))
     digest: Mapped[str] = mapped_column(String(64))
     table: Mapped[str]
-    overall: Mapped[list[Any]]
+    overall: Mapped[list[Any]] = mapped_column(Json)
     notes: Mapped[str]
     last_result_id: Mapped[int] = mapped_column(BigInt)
     created_at: Mapped[datetime]

@@ -84,6 +84,7 @@ class Store:
                 return int(known)
             values = {name: getattr(run, name) for name in RUN_FIELDS if name != "id"}
             values |= {
+                "command": finite(run.command),
                 "environment": finite(run.environment),
                 "measurement_policy": finite(run.measurement_policy),
                 "environment_key": run.environment_key,
@@ -172,7 +173,7 @@ class Store:
         if limit is not None:
             query = query.limit(limit)
         with self._read() as connection:
-            return [ResultRow.stored(row._mapping) for row in connection.execute(query)]
+            return [ResultRow.stored(dict(row._mapping)) for row in connection.execute(query)]
 
     def hashes_of_run(self, run_id: int) -> set[str]:
         with self._read() as connection:

@@ -56,8 +56,8 @@ def attention(
     _check_tensors(q, k, v)
     if scale is None:
         scale = q.shape[-1] ** -0.5
-    if not abs(scale) < math.inf:
-        raise ValueError(f"scale is {scale}; it must be a finite number")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale is {scale}; it must be a positive number")
     if config is not None and not isinstance(config, Config):
         raise TypeError(f"config is a {type(config).__name__}; give a dash_kernels.Config")
     if sm_margin < 0:
@@ -246,7 +246,7 @@ def _run_attention(
         return out.to(q.dtype).contiguous(), lse.float()
     from dash_kernels.kernels.forward import forward
 
-    _resolve(q, k, causal, names, numbers, deterministic)
+    _resolve(q, k, causal, names, numbers, deterministic, allow_resident, sm_margin)
     with torch.cuda.device(q.device):
         return forward(
             kernel_ready(q), kernel_ready(k), kernel_ready(v), causal=causal, scale=scale
@@ -293,7 +293,7 @@ def _run_attention_backward(
         return dq, dk, dv
     from dash_kernels.kernels.launch import backward
 
-    chosen = _resolve(q, k, causal, names, numbers, deterministic)
+    chosen = _resolve(q, k, causal, names, numbers, deterministic, allow_resident, sm_margin)
     head_dim, heads_kv, group = q.shape[3], k.shape[2], q.shape[2] // k.shape[2]
     with torch.cuda.device(q.device):
         if group > 1:
@@ -383,8 +383,10 @@ def _resolve(
     names: str,
     numbers: list[int],
     deterministic: bool,
+    allow_resident: bool,
+    sm_margin: int,
 ) -> Config:
-    """The config that the backward of these shapes runs. Raises ValueError when a pinned one cannot."""
+    """The config that the backward of these shapes runs. Raises ValueError when a pinned one cannot or must not."""
     from dash_kernels import dispatch
     from dash_kernels.device import current_gpu
 
@@ -401,11 +403,28 @@ def _resolve(
     )
     if not names:
         return dispatch.choose(problem, q.device.index, deterministic=deterministic).config
-    pinned = _decode(names, numbers)
-    support = supports(pinned, problem, current_gpu(q.device.index).capability)
+    pinned, gpu = _decode(names, numbers), current_gpu(q.device.index)
+    support = supports(pinned, problem, gpu.capability)
     if not support:
         raise ValueError(f"config cannot run this problem: {support.reason}")
+    if pinned.policy == "ordered":
+        _check_resident(pinned, problem, gpu.sms, allow_resident, sm_margin)
     return pinned
+
+
+def _check_resident(
+    config: Config, problem: Problem, sms: int, allow_resident: bool, sm_margin: int
+) -> None:
+    """Refuse already in the forward what the backward's launch would refuse: a kind that waits on later CTAs."""
+    from dash_kernels.kernels.backward_portable import cooperative_grid, min_resident
+    from dash_kernels.schedules import Launch, TileGrid
+
+    grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
+    needed = min_resident(
+        config.schedule, config.group, grid, launch, problem.batch * problem.heads
+    )
+    if needed > 1:
+        cooperative_grid(config, needed, sms, sms, sm_margin, allow_resident)
 
 
 def kernel_ready(x: Tensor) -> Tensor:

@@ -106,6 +106,7 @@ def test_the_flash_attn_functions_are_attention() -> None:
         ({"v": lambda v: v[:, :3]}, ValueError, "v is .* but k is"),
         ({"q": lambda q: q[:, :, :3]}, ValueError, "q has 3 heads and k has 2"),
         ({"scale": math.nan}, ValueError, "scale is nan"),
+        ({"scale": -0.5}, ValueError, "scale is -0.5; it must be a positive number"),
         ({"config": "shift"}, TypeError, "config is a str"),
         ({"sm_margin": -1}, ValueError, "sm_margin is -1"),
         ({"config": Config(policy="unordered")}, ValueError, "add deterministic=False"),

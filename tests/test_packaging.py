@@ -149,6 +149,7 @@ def test_readme_make_commands_are_targets() -> None:
 
 def test_readme_dash_tune_commands_and_options_exist() -> None:
     import typer.main
+
     from tuner.cli import app
 
     root = typer.main.get_command(app)

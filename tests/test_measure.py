@@ -42,6 +42,13 @@ class FakeKernel(ModuleType):
         self.calls = 0
         self.spoil: dict[int, Any] = {}
         self.allowed: list[bool] = []
+        self.missed = ""
+        self.TurnTimeout = type("TurnTimeout", (RuntimeError,), {})
+
+    def raise_if_turn_missed(self, device: Any) -> None:
+        if self.missed:
+            said, self.missed = self.missed, ""
+            raise self.TurnTimeout(said)
 
     def backward(self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, **how: Any) -> Any:
         assert lse.shape == (q.shape[0], q.shape[2], q.shape[1])
@@ -172,6 +179,14 @@ def test_a_refusal_before_launch_is_constraints(
     with pytest.raises(CandidateError, match="200 CTAs") as failed:
         cell.gate(ORDERED, cell.runner(Entry(ORDERED, 1)), 2)
     assert failed.value.failure == "constraints"
+
+
+def test_a_turn_that_never_came_is_a_timeout_of_this_config(cell: Cell, kernel: FakeKernel) -> None:
+    kernel.missed = "head 3, Q tile 7: turn 2 did not come"
+    with pytest.raises(CandidateError, match="head 3, Q tile 7") as failed:
+        cell.gate(ORDERED, cell.runner(Entry(ORDERED, 1)), 2)
+    assert failed.value.failure == "timeout"
+    assert cell.gate(ORDERED, cell.runner(Entry(ORDERED, 1)), 2)["bits_equal"]
 
 
 def test_only_a_config_that_waits_on_later_ctas_is_allowed_residents(

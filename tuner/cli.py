@@ -112,7 +112,12 @@ def sweep(
         port=port,
         command=" ".join(["dash-tune", *sys.argv[1:]]),
     )
-    raise typer.Exit(run_sweep(request))
+    try:
+        code = run_sweep(request)
+    except KeyboardInterrupt:
+        print("dash-tune: interrupted; the same command goes on from here", file=sys.stderr)
+        code = 130
+    raise typer.Exit(code)
 
 
 @app.command()

@@ -88,8 +88,9 @@ def run_sweep(request: SweepRequest) -> int:
     )
     if missing:
         raise UsageError("; ".join(check.line for check in missing))
+    program = _server_program() if request.serve else ""
     with Store.open(request.db) as store:
-        server = _start_server(request) if request.serve else None
+        server = _start_server(program, request) if program else None
         summary = _sweep(request, target, candidates, store)
         _conclude(request, target, summary, store, server)
     return summary.exit_code
@@ -245,7 +246,6 @@ def _settings(request: SweepRequest, target: Target) -> SweepSettings:
 @contextlib.contextmanager
 def _interrupts(sweep: Sweep) -> Iterator[None]:
     """The first Ctrl-C (or SIGTERM) ends the sweep in order; a second one ends it at once."""
-
     previous: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
 
     def handler(number: int, _: Any) -> None:
@@ -261,18 +261,24 @@ def _interrupts(sweep: Sweep) -> Iterator[None]:
             signal.signal(number, old)
 
 
-def _start_server(request: SweepRequest) -> subprocess.Popen[bytes]:
-    """``dash-serve`` as a process of its own; it goes on when the sweep has ended."""
+def _server_program() -> str:
     beside = Path(sys.executable).with_name("dash-serve")
     program = str(beside) if beside.exists() else shutil.which("dash-serve")
     if program is None:
         raise UsageError(
             "--serve: the program dash-serve is not installed; pip install dash-kernels"
         )
+    return program
+
+
+def _start_server(program: str, request: SweepRequest) -> subprocess.Popen[bytes]:
+    """``dash-serve`` as a process of its own; it goes on when the sweep has ended."""
     arguments = [program, "--host", request.host, "--port", str(request.port)]
     if request.db:
         arguments += ["--db", request.db]
-    return subprocess.Popen(arguments, stdin=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(
+        arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr, start_new_session=True
+    )
 
 
 def _conclude(
@@ -318,9 +324,10 @@ def _conclude(
         print(f"    {failure_line(row)}")
     if len(summary.failures) > LISTED_FAILURES:
         print(f"    and {len(summary.failures) - LISTED_FAILURES} more")
-    if summary.stopped and summary.left:
+    if summary.stopped:
         why = "the budget is spent" if summary.stopped == "budget" else "interrupted"
-        print(f"{why}; {summary.left} configs are left: the same command goes on from here")
+        left = f"{summary.left} configs are left" if summary.left else "the final round is left"
+        print(f"{why}; {left}: the same command goes on from here")
     if summary.usable == 0:
         print("nothing usable was measured" if target.gpus else "nothing usable was compiled")
     if server is not None:

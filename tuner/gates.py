@@ -106,10 +106,10 @@ class Cell:
         try:
             with poisoned_outputs():
                 self.first = run()
-        except (
-            ValueError
-        ) as error:  # the launcher refuses what cannot run here, before anything is launched
+        except ValueError as error:
+            # The launcher refuses what cannot run here, before anything is launched.
             raise CandidateError("constraints", str(error)) from error
+        self._every_turn_came()
         found = self._check(self.first)
         found["runs_compared"] = runs
         found["bits_equal"] = True
@@ -122,10 +122,22 @@ class Cell:
     ) -> None:
         """The same gates on one more run: the timed launches must not have left anything behind."""
         grads = run()
+        self._every_turn_came()
         self._check(grads)
         found["runs_compared"] += 1
         self._compare(config, grads, "the run after timing", found)
         self.first = ()
+
+    def _every_turn_came(self) -> None:
+        """A turn that the kernel's watchdog gave up on is this config's fault, not the next one's."""
+        from dash_kernels.kernels.launch import TurnTimeout, raise_if_turn_missed
+
+        if self.q.is_cuda:
+            self.torch.cuda.synchronize()
+        try:
+            raise_if_turn_missed(self.q.device)
+        except TurnTimeout as error:
+            raise CandidateError("timeout", str(error)) from error
 
     def _check(self, grads: Sequence[Any]) -> dict[str, Any]:
         """Errors against float64 on the sampled heads, and every head against PyTorch's gradients."""

@@ -11,7 +11,7 @@ from tuner.policy import MeasurementPolicy
 from tuner.stats import interval_width
 
 BATCH_ROUNDS = 6
-LONGEST_SPIN_S = 0.05
+LONGEST_SPIN_S = 0.2
 SPIN_HZ = 1.7e9  # cycles a second that torch.cuda._sleep counts, near enough for a lead
 
 

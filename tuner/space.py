@@ -202,7 +202,9 @@ def _tiers(
             yield 3, replace(tile, dq_stages=winner.dq_stages + 1)
     for group in groups[1:]:
         yield 3, _of_kind(base, "grouped_shift", group=group)
-    yield 3, replace(winner, policy="two_pass")
+    portable = _base(problem, capability, "portable")
+    yield 3, portable
+    yield 3, replace(portable, policy="two_pass")
     if filters.thorough:
         yield from _product(base, problem, backend)
 

@@ -9,6 +9,7 @@ from dash_kernels.critical_path import DeadlockError, Simulation, simulate
 from dash_kernels.schedules import SCHEDULES, Launch, TileGrid, build
 from dashboard.filters import MAX_STEPS, Filters, kind_and_group
 from dashboard.gantt import Strip, strip
+from dashboard.points import schedule_of
 
 TILE = 64
 STRIP_TILES, STRIP_HEADS, STRIP_SLOTS, STRIP_REDUCE = 8, 4, 8, 0.3
@@ -61,17 +62,17 @@ def strips(
 ) -> tuple[Strip, ...]:
     """Plain ascending order over ``kind`` as the winner launches it, at one scale: the longer one is seen to be longer."""
     wanted: list[tuple[str, str, Launch | None]] = [("ascending", "ascending", None)]
-    if kind != "ascending" or interleaved != 1:
+    if kind != "ascending":
         heads = {0: ", all heads interleaved", 1: ""}.get(
             interleaved, f", {interleaved} heads interleaved"
         )
         launch = Launch(order, interleaved) if order else None
-        wanted.append((kind, kind + heads, launch))
+        wanted.append((kind, schedule_of(kind) + heads, launch))
     drawn: list[tuple[str, str, Simulation]] = []
     for name, label, launch in wanted:
         try:
             simulation = simulated(
-                name, mask, STRIP_TILES, STRIP_HEADS, STRIP_SLOTS, STRIP_REDUCE, launch
+                schedule_of(name), mask, STRIP_TILES, STRIP_HEADS, STRIP_SLOTS, STRIP_REDUCE, launch
             )
         except (ValueError, DeadlockError):
             continue  # a policy has no order to draw

@@ -43,6 +43,7 @@ MARKS: dict[str, Mark] = {
     "shift": Mark("#0a8068", "#37c6a6", "diamond"),
     "symmetric_shift": Mark("#7c46c4", "#b993ff", "triangle-up"),
     "grouped_shift": Mark("#a66d00", "#e3af42", "cross"),
+    "ascending_interleaved": Mark("#0c7796", "#5cc3e0", "triangle-down"),
     "two_pass": Mark("#a23f7a", "#e386bd", "hexagon"),
     "ascending": Mark("#6e6a60", "#a8a396", "line-ew-open"),
     "unordered": Mark("#8d897d", "#7d796e", "x-thin-open", "dot"),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tuner.finals import is_final
 from tuner.results.rows import ResultRow
-from tuner.winners import CELL_FIELDS, Cell, cost, resident
+from tuner.winners import CELL_FIELDS, Cell, cost, pick, resident
 
 
 @dataclass(frozen=True)
@@ -44,12 +46,29 @@ class Point:
         return tuple(getattr(self, name) for name in CELL_FIELDS if name != "gpu")
 
 
+INTERLEAVED = "ascending_interleaved"
+"""Ascending order launched otherwise than FlashAttention-3 does: a rival of the baseline, so a line of its own."""
+
+
 def kind_of(row: ResultRow) -> str:
     """The name a reader knows a row by: its kind of schedule, or its policy where that decides the order."""
     if row.policy != "ordered":
         return row.policy
+    if row.schedule == "ascending" and not is_plain(row):
+        return INTERLEAVED
     grouped = row.schedule == "grouped_shift" and row.group_size > 1
     return f"{row.schedule}({row.group_size})" if grouped else row.schedule
+
+
+def is_plain(row: ResultRow) -> bool:
+    """Whether heads are launched one after another, ascending, as the baseline is."""
+    launch = row.config.get("launch_order"), row.config.get("heads_interleaved")
+    return launch == ("ascending", 1)
+
+
+def schedule_of(kind: str) -> str:
+    """The schedule behind a kind's name, its group left in: ``ascending_interleaved`` -> ``ascending``."""
+    return "ascending" if kind == INTERLEAVED else kind
 
 
 def tflops_of(row: ResultRow) -> float | None:
@@ -59,9 +78,7 @@ def tflops_of(row: ResultRow) -> float | None:
     return row.tflops
 
 
-def point_of(row: ResultRow, baseline: ResultRow | None = None) -> Point:
-    """``baseline`` is the ascending row of the same sweep."""
-    own, base = cost(row), cost(baseline) if baseline is not None else None
+def point_of(row: ResultRow, speedup: float | None = None) -> Point:
     return Point(
         kind=kind_of(row),
         mask=row.mask,
@@ -74,7 +91,7 @@ def point_of(row: ResultRow, baseline: ResultRow | None = None) -> Point:
         batch=row.batch,
         heads=row.heads,
         tflops=tflops_of(row),
-        speedup=base / own if own and base and row.source != "compiled" else None,
+        speedup=speedup,
         registers=row.registers,
         spill_bytes=row.spill_bytes,
         min_resident=resident(row),
@@ -90,27 +107,41 @@ def fastest_by_kind(
 ) -> list[Point]:
     """The fastest row of each kind at each cell, within the sweep that the cell was decided in.
 
-    ``candidates`` are (row, name of its sweep). ``ascending`` is the baseline itself where the cell has one, so that
-    its line is 1.0 by definition.
+    ``candidates`` are (row, name of its sweep) in the order of their ids. A kind that took part in a final round is
+    drawn as it did there; ``ascending`` is the cell's baseline, so that its line is 1.0.
     """
     decided = {_shape(cell): cell for cell in cells}
-    best: dict[tuple[Any, ...], ResultRow] = {}
+    groups: dict[tuple[Any, ...], dict[str, ResultRow]] = defaultdict(dict)
     for row, sweep in candidates:
         cell = decided.get(_shape(row))
-        if cell is None or sweep != cell.sweep or row.above_peak or cost(row) is None:
-            continue
-        key = (*_shape(row), kind_of(row))
-        held = best.get(key)
-        if held is None or (cost(row) or math.inf) < (cost(held) or math.inf):
-            best[key] = row
+        if (
+            cell is not None
+            and sweep == cell.sweep
+            and not row.above_peak
+            and cost(row) is not None
+        ):
+            key = (*_shape(row), kind_of(row))
+            groups[key][row.config_hash] = row
     points = []
-    for row in best.values():
-        baselines = decided[_shape(row)].baselines
-        baseline = baselines["ascending"].row if "ascending" in baselines else None
-        if baseline is not None and kind_of(row) == "ascending":
-            row = baseline
-        points.append(point_of(row, baseline))
+    for (*shape, kind), rows in groups.items():
+        cell = decided[tuple(shape)]
+        newest = list(rows.values())
+        row = pick([row for row in newest if is_final(row)] or newest)
+        if kind in cell.baselines:
+            row = cell.baselines[kind].row
+        points.append(point_of(row, _speedup(row, cell)))
     return sorted(points, key=lambda p: (p.shape, p.kind))
+
+
+def _speedup(row: ResultRow, cell: Cell) -> float | None:
+    """As the cell has it where the row stands in it; else as it was measured, sample by sample beside ascending."""
+    for winner in (cell.served, cell.best, *cell.baselines.values()):
+        if winner is not None and winner.row is row:
+            return winner.speedup_vs_baseline
+    if row.speedup_vs_baseline is not None or "ascending" not in cell.baselines:
+        return row.speedup_vs_baseline
+    own, base = cost(row), cost(cell.baselines["ascending"].row)
+    return base / own if own and base and row.source != "compiled" else None
 
 
 def _shape(item: ResultRow | Cell) -> tuple[Any, ...]:

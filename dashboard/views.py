@@ -13,7 +13,7 @@ from dashboard import filters as state
 from dashboard.filters import Filters
 from dashboard.model import chart, strips
 from dashboard.palette import MARKS, kind_order
-from dashboard.points import geometric_mean, kind_of, tflops_of
+from dashboard.points import geometric_mean, kind_of, schedule_of, tflops_of
 from dashboard.snapshot import Snapshot
 from tuner.winners import Cell, Confidence, Winner, cost, most_work, resident
 
@@ -273,7 +273,8 @@ def _config_row(cell: Cell) -> dict[str, Any]:
 
 def gantt(filters: Filters, kind: str) -> dict[str, Any]:
     """The form and the numbers around the Gantt chart."""
-    fallback = kind if kind.split("(")[0] in SCHEDULES else "shortest_first"
+    own = schedule_of(kind)
+    fallback = own if own.split("(")[0] in SCHEDULES else "shortest_first"
     drawn = chart(filters, fallback, str(filters.mask or "causal"))
     known = drawn.kind.split("(")[0] in SCHEDULES
     stats, note = [], ""
@@ -337,11 +338,7 @@ def _strips(kind: str, mask: str, cells: Sequence[Cell]) -> Sequence[Any]:
     """Ascending order over the winner; where ascending itself won, over what is faster with resident CTAs."""
     rows = [winner_of(cell).row for cell in cells]
     faster = _fastest_of_all(cells)
-    if (
-        kind == "ascending"
-        and faster is not None
-        and all(r.config.get("heads_interleaved") == 1 for r in rows)
-    ):
+    if kind == "ascending" and faster is not None:
         kind, rows = faster[0], [cell.best.row for cell in cells]
     configs = [row.config for row in rows if kind_of(row) == kind]
     last = configs[-1] if configs else {}

@@ -54,12 +54,14 @@ def serve(
 
 
 def _prepare() -> str:
-    """Open the database once before any worker does, and load the shipped rows that it lacks."""
+    """Open the database once before any worker does, and load the shipped rows of GPUs that it has none of.
+
+    A database that exists but cannot be written is served as it is, with a warning.
+    """
     from pydantic import ValidationError
 
     from server.settings import Settings
     from tuner.results.rows import StoreError
-    from tuner.results.store import Store
 
     try:
         settings = Settings()
@@ -67,14 +69,29 @@ def _prepare() -> str:
         first = error.errors()[0]
         _stop(f"DASH_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}")
     try:
-        with Store.open(settings.db, read_only=settings.read_only) as store:
-            if not settings.read_only:
-                added = store.load_shipped()
-                if added:
-                    log.info("loaded %d measured rows that ship with the package", added)
-            return store.where
+        return _open(settings.db, settings.read_only)
     except StoreError as error:
-        _stop(str(error))
+        if settings.read_only:
+            _stop(str(error))
+        try:
+            where = _open(settings.db, read_only=True)
+        except StoreError:
+            _stop(str(error))
+        log.warning("%s; serving it read-only", error)
+        os.environ["DASH_READ_ONLY"] = "1"
+        return where
+
+
+def _open(db: str | None, read_only: bool) -> str:
+    from tuner.importing import shipped_files
+    from tuner.results.store import Store
+
+    with Store.open(db, read_only=read_only) as store:
+        known = store.gpus()
+        shipped = [file.name.removesuffix(".json.gz") for file in shipped_files()]
+        if not read_only and any(gpu not in known for gpu in shipped):
+            log.info("loaded %d measured rows that ship with the package", store.load_shipped())
+        return store.where
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -15,13 +15,17 @@ from server.settings import Settings
 bearer = HTTPBearer(auto_error=False, description="The value of DASH_TOKEN on the server.")
 
 
-def writer(settings: Settings) -> Callable[..., None]:
-    """Dependency: 403 when no token is configured, 401 for a missing or wrong one, compared in constant time."""
+def writer(settings: Settings, read_only: bool) -> Callable[..., None]:
+    """Dependency: 403 when the database or the configuration takes no writes, 401 for a missing or wrong one, compared in constant time."""
     configured = settings.token.get_secret_value().strip() if settings.token else ""
 
     def check(
         given: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)] = None,
     ) -> None:
+        if read_only:
+            raise ApiError(
+                403, "this server takes no writes; its database is open for reading only"
+            )
         if not configured:
             raise ApiError(
                 403, "this server takes no writes; set DASH_TOKEN where it runs to allow them"

@@ -75,6 +75,20 @@ def fake_rows(gpu: str = "h200") -> list[ResultRow]:
                     rows.append(
                         fake_row(problem, base.with_(num_stages=3), round(speed * 0.97, 1), gpu)
                     )
+                if mask == "full":
+                    rows.append(
+                        fake_row(
+                            problem,
+                            Config(
+                                schedule="ascending",
+                                launch_order="ascending",
+                                heads_interleaved=4,
+                                block_m=128 if head_dim == 64 else 64,
+                            ),
+                            round(fake_speed(mask, head_dim, seq_len, "ascending") * 1.09, 1),
+                            gpu,
+                        )
+                    )
                 atomics = Config(
                     schedule="descending", policy="unordered", block_m=128 if head_dim == 64 else 64
                 )

@@ -62,6 +62,32 @@ def test_the_fastest_row_of_a_kind_is_drawn(snapshot: Snapshot) -> None:
     assert all(p.speedup == 1.0 for p in drawn if p.kind == "ascending")
 
 
+def test_a_final_round_decides_what_is_drawn() -> None:
+    problem = fake_problem("causal", 128, 1024)
+    plain = Config(schedule="ascending", launch_order="ascending")
+    first = Config(schedule="shortest_first")
+    final = {"telemetry": {"round": "final"}}
+    rows = [
+        replace(row, id=number)
+        for number, row in enumerate(
+            (
+                fake_row(problem, plain, 200.0),
+                fake_row(problem, first, 410.0),
+                fake_row(problem, Config(schedule="descending"), 300.0, speedup_vs_baseline=1.45),
+                fake_row(problem, plain, 210.0, **final),
+                fake_row(problem, first, 399.0, **final),
+            ),
+            start=1,
+        )
+    ]
+    candidates = [(row, "fake") for row in rows]
+    drawn = {p.kind: p for p in fastest_by_kind(candidates, winners(candidates))}
+    assert drawn["shortest_first"].tflops == 399.0
+    assert drawn["shortest_first"].speedup == pytest.approx(399 / 210)
+    assert drawn["ascending"].speedup == 1.0
+    assert drawn["descending"].speedup == 1.45  # as measured, beside the baseline of its own minute
+
+
 def test_rows_above_the_peak_are_not_drawn() -> None:
     problem = fake_problem("causal", 128, 1024)
     plain = Config(schedule="ascending", launch_order="ascending")
@@ -259,6 +285,8 @@ def test_numbers_as_they_are_printed() -> None:
 
 
 def test_strips_share_one_scale() -> None:
+    interleaved = strips("ascending_interleaved", "full", "ascending", 4)[1]
+    assert interleaved.label == "ascending, 4 heads interleaved"
     ascending, winner = strips("shortest_first", "causal")
     ends = [max(x + width for x, _, width, _ in s.reduce) for s in (ascending, winner)]
     assert ends[0] == pytest.approx(1000, abs=0.5)

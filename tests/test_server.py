@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from fake_rows import LENGTHS, fake_problem, fake_row, fill
 from fastapi.testclient import TestClient
@@ -104,7 +105,7 @@ def test_best_at_a_length(client: TestClient, asked: int, found: str, matched: s
     assert list(said["by_seq_len"]) == [found]
     assert said["matched"] == matched == said["best"]["matched"]
     # shift is faster in the fake rows, but needs resident CTAs: it is told apart, not served.
-    assert said["best"]["config"]["schedule"] == "ascending"
+    assert said["best"]["config"]["heads_interleaved"] == 4
     assert said["best"]["fastest"]["config"]["schedule"] == "shift"
 
 
@@ -393,7 +394,14 @@ def test_table_has_a_tag(empty: Store) -> None:
 def test_curves(client: TestClient) -> None:
     said = client.get("/curves", params={"mask": "full", "d": 128, "gpu": "h200"}).json()
     series = {s["schedule"]: s for s in said["series"]}
-    assert set(series) == {"ascending", "descending", "shift", "grouped_shift(2)", "unordered"}
+    assert set(series) == {
+        "ascending",
+        "ascending_interleaved",
+        "descending",
+        "shift",
+        "grouped_shift(2)",
+        "unordered",
+    }
     assert series["ascending"]["speedup"] == pytest.approx([1.0] * 6)
     assert series["shift"]["seq_len"] == list(LENGTHS)
     assert series["shift"]["speedup"][0] == pytest.approx(0.95 / 0.82, rel=1e-3)
@@ -527,3 +535,37 @@ def test_serve_names_what_is_wrong(tmp_path: Path) -> None:
     broken = serve("--port", "0", "--db", str(tmp_path / "text.db"))
     assert (broken.returncode, broken.stderr.count("\n")) == (2, 1)
     assert "text.db" in broken.stderr
+
+
+def test_serve_answers_from_a_database_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "fake.db"
+    with Store.open(path) as store:
+        fill(store)
+    environment = {**os.environ, "DASH_TOKEN": "fake-token", "DASH_READ_ONLY": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.cli", "--port", "0", "--db", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        address = line.split()[1]
+        answer = None
+        for _ in range(100):
+            try:
+                answer = httpx.get(f"{address}/best?mask=causal&d=128", timeout=10)
+                break
+            except httpx.ConnectError:
+                time.sleep(0.1)
+        assert answer is not None
+        assert answer.json()["best"]["config"]["schedule"] == "shortest_first"
+        refused = httpx.post(
+            f"{address}/results", json=body_of(row_body()), headers=TOKEN, timeout=10
+        )
+        assert refused.status_code == 403
+        assert "reading only" in refused.json()["detail"]
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, -15)

@@ -33,7 +33,7 @@ def create(context: Context) -> APIRouter:
         response_model=ReleaseInfo,
         status_code=201,
         responses={**WRITE_FAILURES, 409: {"model": Problem, "description": "The name is taken."}},
-        dependencies=[Depends(writer(context.settings))],
+        dependencies=[Depends(writer(context.settings, context.store.read_only))],
     )
     def post_release(body: ReleaseBody) -> StrictJson:
         """Freeze the winners of a GPU as they are now. What is frozen never changes."""

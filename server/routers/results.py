@@ -19,7 +19,7 @@ from tuner.results.rows import ResultFilter, ResultRow, RunInfo, StoreError, Sto
 
 WRITE_FAILURES: dict[int | str, dict[str, Any]] = {
     401: {"model": Problem, "description": "The token is missing or wrong."},
-    403: {"model": Problem, "description": "No token is configured: the server takes no writes."},
+    403: {"model": Problem, "description": "The server takes no writes: no token is configured."},
     413: {"model": Problem, "description": "The body is larger than the server takes."},
     422: {"model": Problem, "description": "A field is unknown or wrong; it is named."},
     503: {"model": Problem, "description": "The database does not answer; see Retry-After."},
@@ -69,7 +69,7 @@ def create(context: Context) -> APIRouter:
         response_model=Stored,
         status_code=201,
         responses=WRITE_FAILURES,
-        dependencies=[Depends(writer(context.settings))],
+        dependencies=[Depends(writer(context.settings, context.store.read_only))],
     )
     def post_results(body: ResultsBody) -> StrictJson:
         """Add the rows of one run. A configuration that the run holds already keeps its row."""

@@ -12,6 +12,8 @@ from dashboard.points import Point
 
 MONO = "ui-monospace, 'SF Mono', 'Cascadia Mono', 'JetBrains Mono', Menlo, Consolas, monospace"
 SANS = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
+LABEL_CHARACTER = 6.6
+"""Pixels that a character of a line's label takes, at most on average, at 12 px."""
 MAX_REGISTERS = 255
 """Registers that a thread can address on every architecture here (CUDA programming guide, compute capabilities)."""
 
@@ -186,7 +188,8 @@ def _label_ends(
             font={"color": color, "size": 12},
             name="line-end",
         )
-    figure.update_layout(margin_r=118, showlegend=False)
+    longest = max(len(kind) for kind, *_ in ends)
+    figure.update_layout(margin_r=16 + LABEL_CHARACTER * longest, showlegend=False)
 
 
 def _or_unknown(value: object) -> str:

@@ -187,7 +187,7 @@ def create_router(store: Store, snapshots: Snapshots, default_gpu: str | None = 
     def index(request: Request) -> Response:
         gpus, snapshot, filters, notices = board.view(request)
         if snapshot is None:
-            return templates.TemplateResponse(request, "empty.html", {"where": store.where})
+            return templates.TemplateResponse(request, "empty.html")
         report, runs = board.report(snapshot.gpu, snapshot.source, filters.run)
         if filters.run is not None and (report is None or report.run_id != filters.run):
             notices.append(f"There is no run {filters.run} of {snapshot.gpu}; the newest is shown.")

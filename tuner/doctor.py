@@ -207,11 +207,14 @@ def c_compiler() -> Check:
 
 
 def python_headers() -> Check:
-    folder = Path(sysconfig.get_path("include"))
-    if (folder / "Python.h").exists():
-        return Check("headers", "ok", str(folder))
+    """Python.h, where Triton looks for it: in the scheme that pip installs by, or the plain one on Debian."""
+    schemes = {sysconfig.get_default_scheme(), "posix_prefix"} & set(sysconfig.get_scheme_names())
+    folders = [Path(sysconfig.get_path("include", scheme)) for scheme in sorted(schemes)]
+    for folder in folders:
+        if (folder / "Python.h").exists():
+            return Check("headers", "ok", str(folder))
     remedy = "install Python's development package (python3-dev): Triton's launcher includes it"
-    return Check("headers", "missing", f"Python.h is not in {folder}", remedy)
+    return Check("headers", "missing", f"Python.h is not in {folders[0]}", remedy)
 
 
 def kernel_cache() -> Check:

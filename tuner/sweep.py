@@ -71,6 +71,7 @@ class Sweep:
         self.preparing = self._preparations()
         self._meet_gpu()
         self._resume()
+        self.preparing = self._preparations()
         self.summary.total = len(self.items)
         self.reporter.begin(len(self.items), self.summary.resumed)
         try:
@@ -188,7 +189,8 @@ class Sweep:
             needed.setdefault(("compile", item.kernel_key), item)
             if self.settings.simulate:
                 needed.setdefault(("predict", item.hash), item)
-        return [(kind, key, item) for (kind, key), item in reversed(needed.items())]
+        begun = {*self.prepared, *(slot.ticket for slot in self.compilers.slots)}
+        return [(*key, item) for key, item in reversed(needed.items()) if key not in begun]
 
     def _hand_out_preparations(self) -> None:
         for slot in self.compilers.idle_slots():

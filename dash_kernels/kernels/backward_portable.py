@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import triton
 
 from dash_kernels.kernels.portable_kernels import (
+    ALL_MASKED,
     HEADER_WORDS,
     NO_DQ,
     ORDERED,
@@ -22,7 +23,7 @@ from dash_kernels.kernels.portable_kernels import (
     prepare_tiles,
 )
 from dash_kernels.problem import Config, Problem, supports
-from dash_kernels.schedules import SCHEDULES, Launch, TileGrid, build, check, pack
+from dash_kernels.schedules import SCHEDULES, Launch, Packed, TileGrid, build, check, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -51,26 +52,57 @@ class KernelSpec(NamedTuple):
 
 
 def compile_specs(
-    config: Config, head_dim: int, dtype: str, causal: bool, *, ragged: bool = False, persistent: bool = False
+    config: Config,
+    head_dim: int,
+    dtype: str,
+    causal: bool,
+    *,
+    ragged: bool = False,
+    persistent: bool = False,
+    capability: tuple[int, int] = (9, 0),
 ) -> list[KernelSpec]:
     """The kernels of one backward, the main kernel first, specialised as a launch on aligned tensors is.
 
     ``dtype`` is bfloat16 or float16; ``ragged`` gives the kernel for a seq_len that is no multiple of block_m,
     ``persistent`` the one of a cooperative launch.
     """
+    side = 16 * max(config.block_m, config.block_n)
+    grid = TileGrid(side, side, config.block_m, config.block_n, causal)
+    packed = pack(build(config.schedule, grid, config.group), Launch.for_config(config))
     policy = POLICIES[config.policy]
     rows = {"BLOCK_M": config.block_m, "HEAD_DIM": head_dim}
-    tile = {**rows, "BLOCK_N": config.block_n}
-    main = {"CAUSAL": causal, "RAGGED": ragged, "POLICY": policy, "PERSISTENT": persistent, **tile}
+    tile = {**rows, "BLOCK_N": config.block_n, "CAUSAL": causal}
+    main = {
+        "SECTIONS": sections(packed, capability),
+        "RAGGED": ragged,
+        "POLICY": policy,
+        "PERSISTENT": persistent,
+        "NUM_WARPS": config.num_warps,
+    }
     specs = [
-        _spec(kv_tiles, dtype, main, main_options(config)),
+        _spec(kv_tiles, dtype, {**main, **tile}, main_options(config)),
         _spec(prepare_tiles, dtype, {"ZERO_DQ": config.policy == "unordered", **rows}, SMALL_OPTIONS),
     ]
     if config.policy == "two_pass":
-        specs.append(_spec(dq_tiles, dtype, {"CAUSAL": causal, **tile}, main_options(config)))
+        specs.append(_spec(dq_tiles, dtype, tile, main_options(config)))
     else:
-        specs.append(_spec(cast_tiles, dtype, {"POLICY": policy, **rows}, SMALL_OPTIONS))
+        cast = {"POLICY": policy, "NUM_WARPS": config.num_warps, **rows}
+        specs.append(_spec(cast_tiles, dtype, cast, SMALL_OPTIONS))
     return specs
+
+
+def sections(packed: Packed, capability: tuple[int, int]) -> int:
+    """Which of the loops over plain, masked and plain steps the schedule needs: bits 0 to 2 of SECTIONS.
+
+    On 10.x each loop would hold dK and dV in tensor memory of its own and overflow it: there one loop masks all.
+    """
+    steps = list(zip(packed.mask_begin, packed.mask_end, packed.visit_count, strict=True))
+    before = any(begin > 0 for begin, _, _ in steps)
+    masked = any(end > begin for begin, end, _ in steps)
+    after = any(count > end for _, end, count in steps)
+    if capability[0] == 10 and masked + before + after > 1:
+        return ALL_MASKED.value
+    return before + 2 * masked + 4 * after
 
 
 def _spec(kernel: Any, dtype: str, constexprs: dict[str, Any], options: dict[str, Any]) -> KernelSpec:
@@ -98,6 +130,7 @@ class DeviceArrays:
     num_items: int
     num_tiles: int
     num_steps: int
+    sections: int
 
 
 _held_by_graphs: set[Tensor] = set()  # a captured graph keeps no reference to the arrays that it reads
@@ -111,13 +144,15 @@ def device_arrays(kind: str, group: int, grid: TileGrid, launch: Launch, device:
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(f"run {kind} once for {grid} before capturing it in a CUDA graph: its arrays need an upload")
     packed = pack(build(kind, grid, group), launch)
-    sections = (
+    parts = (
         packed.item_order, packed.item_begin, packed.kv_tile, packed.visit_begin, packed.visit_count,
         packed.mask_begin, packed.mask_end, packed.visit, packed.turn,
     )  # fmt: skip
-    flat = [number for section in sections for number in section]
+    flat = [number for part in parts for number in part]
     tensor = torch.tensor(flat, dtype=torch.int32, device=device)
-    return DeviceArrays(tensor, len(packed.item_order), len(packed.kv_tile), len(packed.visit))
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    lengths = len(packed.item_order), len(packed.kv_tile), len(packed.visit)
+    return DeviceArrays(tensor, *lengths, sections(packed, capability))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -166,13 +201,14 @@ def cooperative_grid(config: Config, needed: int, tickets: int, sms: int, sm_mar
 def backward_portable(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, config: Config, causal: bool, scale: float, allow_resident: bool = False, sm_margin: int = 0,
+    watchdog_seconds: float = TURN_BOUND_NS / 1e9,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV of attention, each (B, S, H, D) contiguous.
 
     ``dout``, ``q``, ``out`` are (B, Sq, H, D), ``k`` and ``v`` (B, Sk, H, D), bf16 or fp16, D 64 or 128, any strides
     with a contiguous last dimension; ``lse`` is (B, H, Sq) fp32, contiguous, natural log, +inf for rows that see no
-    key (their gradients are zeros). Raises ValueError for what cannot run, TurnTimeout for an earlier launch whose
-    turn did not come.
+    key (their gradients are zeros). Raises ValueError for what cannot run. A turn that does not come within
+    ``watchdog_seconds`` makes that launch's dQ NaN, and the next call on the device raises TurnTimeout.
     """
     import torch
 
@@ -200,7 +236,7 @@ def backward_portable(
         return launch_kernels(
             dout, q, k, v, out, lse,
             config=config, grid=grid, interleaved=launch.interleaved(total_heads), arrays=arrays,
-            scale=scale, ctas=ctas, persistent=needed > 1,
+            scale=scale, ctas=ctas, persistent=needed > 1, bound_ns=int(watchdog_seconds * 1e9),
         )  # fmt: skip
 
 
@@ -227,6 +263,7 @@ def problem_of(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: 
 def launch_kernels(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, config: Config, grid: TileGrid, interleaved: int, arrays: DeviceArrays, scale: float, ctas: int, persistent: bool,
+    bound_ns: int = TURN_BOUND_NS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The launches on checked arguments, on the current stream: prepare, main, then the dQ pass or the cast.
 
@@ -258,11 +295,11 @@ def launch_kernels(
         heads, num_m, seq_len, ZERO_DQ=config.policy == "unordered", **rows, **SMALL_OPTIONS,
     )  # fmt: skip
     kv_tiles[(ctas,)](
-        q, k, v, dout, lse2, delta, accumulated, dk, dv, workspace, turn_record(q.device), arrays.tensor,
+        q, k, v, dout, lse2, delta, accumulated, dk, dv, workspace, arrays.tensor,
         arrays.num_items, arrays.num_tiles, arrays.num_steps, interleaved, total_heads, heads, num_m,
-        *strides, seq_len, seq_len_kv, scale, scale_log2, TURN_BOUND_NS,
-        RAGGED=seq_len % config.block_m != 0, POLICY=policy, PERSISTENT=persistent, **tile,
-        launch_cooperative_grid=persistent, **main_options(config),
+        *strides, seq_len, seq_len_kv, scale, scale_log2, bound_ns,
+        SECTIONS=arrays.sections, RAGGED=seq_len % config.block_m != 0, POLICY=policy, PERSISTENT=persistent,
+        NUM_WARPS=config.num_warps, **tile, launch_cooperative_grid=persistent, **main_options(config),
     )  # fmt: skip
     if config.policy == "two_pass":
         dq_tiles[q_tiles](
@@ -271,6 +308,7 @@ def launch_kernels(
         )  # fmt: skip
     else:
         cast_tiles[q_tiles](
-            accumulated, dq, workspace, heads, num_m, seq_len, scale, POLICY=policy, **rows, **SMALL_OPTIONS
-        )
+            accumulated, dq, workspace, turn_record(q.device), heads, num_m, seq_len, scale,
+            POLICY=policy, NUM_WARPS=config.num_warps, **rows, **SMALL_OPTIONS,
+        )  # fmt: skip
     return dq, dk, dv

@@ -14,7 +14,14 @@ How the order of addition is kept (policy ordered), hazard by hazard:
 - *Stale caches.* Additions are atomics, performed in L2: no thread reads dQ through its L1 cache.
 - *The software pipeliner.* The Q loop loads nothing that another CTA writes, so a load hoisted over a wait is
   harmless, and the wait and the release are one opaque operation each, so that the loop stays pipelined. (A branch
-  around the store or the add stops the compiler on Hopper: both are predicated instead.)
+  around the store or the add fails to compile for Hopper: both are predicated instead.)
+
+What keeps a 64 x 128 tile of head_dim 128 out of local memory and Q and dO a step ahead, each seen in the compiler's
+output for sm_90: dQ leaves in the order of the accumulator's registers (``flatten``), with no trip through shared
+memory and in four-wide additions; addresses of Q and dO are computed from the row in each step, since offsets kept
+across the loop cost 16 registers; the next Q tile's index is loaded a step early, since an index loaded in the step
+itself would take the pipeline stage of the tile that it names; num_stages is 3, since with 2 the copies are issued
+at a step's end and awaited at the start of the next.
 
 Policies: ordered as above; unordered adds with no turnstile, so its bits change from run to run; two_pass leaves dQ
 to ``dq_tiles``, in which a CTA owns a Q tile and walks its KV tiles.
@@ -26,12 +33,12 @@ import triton
 import triton.language as tl
 
 UNORDERED, ORDERED, NO_DQ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-ABORT = tl.constexpr(1)  # words of the workspace header: 0 the ticket, 1 the abort flag, then from 32 the semaphores
-HEADER_WORDS = tl.constexpr(32)
+HEADER_WORDS = tl.constexpr(32)  # of the workspace, before the semaphores: ticket, abort flag, late tile, turn, seen
+ALL_MASKED = tl.constexpr(10)  # SECTIONS: bits 0..2 plain, masked, plain steps; this one masks all in one loop
 LOG2E = tl.constexpr(1.4426950408889634)
 
 WAIT_FOR_TURN = tl.constexpr("""{
-    .reg .pred p; .reg .b32 tid, seen, flag; .reg .u64 start, now;
+    .reg .pred p; .reg .b32 tid, seen, flag; .reg .b64 start, now;
     mov.u32 $0, 0;
     mov.u32 tid, %tid.x;
     setp.ne.u32 p, tid, 0;
@@ -44,21 +51,23 @@ WAIT_FOR_TURN = tl.constexpr("""{
     ld.acquire.gpu.global.b32 seen, [$1];
     setp.eq.u32 p, seen, $2;
     @p bra DONE;
-    ld.relaxed.gpu.global.b32 flag, [$3];
+    ld.relaxed.gpu.global.b32 flag, [$3+4];
     setp.ne.u32 p, flag, 0;
     @p bra DONE;
     mov.u64 now, %globaltimer;
     sub.u64 now, now, start;
     setp.lt.u64 p, now, $4;
     @p bra POLL;
-    atom.relaxed.gpu.global.cas.b32 flag, [$3], 0, 1;
+    atom.relaxed.gpu.global.cas.b32 flag, [$3+4], 0, 1;
     setp.ne.u32 p, flag, 0;
     @p bra DONE;
-    st.relaxed.sys.global.b32 [$5+4], $6;
-    st.relaxed.sys.global.b32 [$5+8], $7;
-    st.relaxed.sys.global.b32 [$5+12], $2;
-    st.relaxed.sys.global.b32 [$5+16], seen;
-    st.release.sys.global.b32 [$5], 1;
+    sub.u64 now, $1, $3;
+    shr.u64 now, now, 2;
+    cvt.u32.u64 flag, now;
+    sub.u32 flag, flag, 32;
+    st.global.b32 [$3+8], flag;
+    st.global.b32 [$3+12], $2;
+    st.global.b32 [$3+16], seen;
     DONE:
     bar.sync 0; }""")
 
@@ -73,16 +82,16 @@ RELEASE_TURN = tl.constexpr("""{
 
 
 @triton.jit
-def wait_for_turn(semaphore, turn, abort, bound_ns, record, head, m_block):
-    """Return once ``semaphore`` reads ``turn``; give up once ``abort`` is set or ``bound_ns`` nanoseconds have passed.
+def wait_for_turn(semaphore, turn, workspace, bound_ns):
+    """Return once ``semaphore`` reads ``turn``; give up once the launch is aborted or ``bound_ns`` nanoseconds passed.
 
-    The first wait of a launch to give up by its bound sets ``abort`` and writes (1, head, m_block, turn, seen) to
-    ``record``.
+    The first wait to give up by its bound aborts the launch and leaves in the header which tile was late (head *
+    num_m + m_block), the turn that it waited for and the contributions that it saw.
     """
     tl.inline_asm_elementwise(
         WAIT_FOR_TURN,
-        "=r,l,r,l,l,l,r,r,~{memory}",
-        [semaphore, turn, abort, bound_ns, record, head, m_block],
+        "=r,l,r,l,l,~{memory}",
+        [semaphore, turn, workspace, bound_ns],
         dtype=tl.int32,
         is_pure=False,
         pack=1,
@@ -98,18 +107,53 @@ def release_turn(semaphore):
 
 
 @triton.jit
-def tile_offsets(stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Offsets of a tile's elements from its first one; 32 bits are enough inside a tile."""
-    return tl.arange(0, ROWS)[:, None] * stride + tl.arange(0, COLS)[None, :]
+def tile_offsets(row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Offsets of the elements of a tile that starts at ``row``; 64 bits, since a tensor may have more than 2^31."""
+    rows = (row + tl.arange(0, ROWS)).to(tl.int64)
+    return rows[:, None] * stride + tl.arange(0, COLS)[None, :]
 
 
 @triton.jit
-def load_rows(tile, offsets, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr):
-    """A tile from ``row`` on; rows from ``limit`` on are not read and are zeros."""
+def load_tile(head, stride, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The tile of a head that starts at ``row``; rows from ``limit`` on are not read and are zeros."""
+    pointers = head + tile_offsets(row, stride, ROWS, COLS)
     if RAGGED:
-        inside = row + tl.arange(0, ROWS) < limit
-        return tl.load(tile + offsets, mask=inside[:, None], other=0.0)
-    return tl.load(tile + offsets)
+        return tl.load(pointers, mask=(row + tl.arange(0, ROWS) < limit)[:, None], other=0.0)
+    return tl.load(pointers)
+
+
+@triton.jit
+def store_tile(head, stride, row, limit, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Store a tile in the head's dtype, but for rows from ``limit`` on."""
+    inside = (row + tl.arange(0, ROWS) < limit)[:, None]
+    tl.store(head + tile_offsets(row, stride, ROWS, COLS), tile.to(head.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def flatten(tile, NUM_WARPS: tl.constexpr):
+    """A tile as a vector in which each thread's elements lie as the matmul left them in its registers.
+
+    Groups of its index bits, of the rows (repeat, warp, 8, lane) and of the columns (warp, repeat, lane, pair), in the
+    order repeats, warps, lanes, the four elements a thread stores at once. Where a GPU's accumulators lie otherwise,
+    it is only a permutation. ``unflatten`` undoes it.
+    """
+    WARP_ROWS: tl.constexpr = min(tile.shape[0] // 16, NUM_WARPS)
+    WARP_COLS: tl.constexpr = NUM_WARPS // WARP_ROWS
+    split = tl.reshape(
+        tile, (tile.shape[0] // (16 * WARP_ROWS), WARP_ROWS, 2, 8, WARP_COLS, tile.shape[1] // (8 * WARP_COLS), 4, 2)
+    )
+    return tl.reshape(tl.permute(split, (0, 5, 4, 1, 3, 6, 2, 7)), (tile.shape[0] * tile.shape[1],))
+
+
+@triton.jit
+def unflatten(vector, ROWS: tl.constexpr, COLS: tl.constexpr, NUM_WARPS: tl.constexpr):
+    """The (ROWS, COLS) tile that ``flatten`` made a vector of."""
+    WARP_ROWS: tl.constexpr = min(ROWS // 16, NUM_WARPS)
+    WARP_COLS: tl.constexpr = NUM_WARPS // WARP_ROWS
+    split = tl.reshape(
+        vector, (ROWS // (16 * WARP_ROWS), COLS // (8 * WARP_COLS), WARP_COLS, WARP_ROWS, 8, 4, 2, 2)
+    )
+    return tl.reshape(tl.permute(split, (0, 3, 6, 4, 2, 1, 5, 7)), (ROWS, COLS))
 
 
 @triton.jit
@@ -121,7 +165,7 @@ def masked(p, rows, cols, offset, seq_len_kv, CAUSAL: tl.constexpr):
     return tl.where(keep, p, 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
 def prepare_tiles(
     out, dout, lse, lse2, delta, dq, workspace, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     heads, num_m, seq_len,
@@ -135,61 +179,57 @@ def prepare_tiles(
     h = (head % heads).to(tl.int64)
     row = m_block * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
-    out_tile = out + b * stride_ob + h * stride_oh + row.to(tl.int64) * stride_os
-    dout_tile = dout + b * stride_gb + h * stride_gh + row.to(tl.int64) * stride_gs
-    o = load_rows(out_tile, tile_offsets(stride_os, BLOCK_M, HEAD_DIM), row, seq_len, True, BLOCK_M)
-    g = load_rows(dout_tile, tile_offsets(stride_gs, BLOCK_M, HEAD_DIM), row, seq_len, True, BLOCK_M)
+    o = load_tile(out + b * stride_ob + h * stride_oh, stride_os, row, seq_len, True, BLOCK_M, HEAD_DIM)
+    g = load_tile(dout + b * stride_gb + h * stride_gh, stride_gs, row, seq_len, True, BLOCK_M, HEAD_DIM)
     row_lse = tl.load(lse + head.to(tl.int64) * seq_len + row + rows, mask=row + rows < seq_len, other=float("inf"))
     sees_keys = tl.abs(row_lse) < float("inf")
     padded = program.to(tl.int64) * BLOCK_M
     tl.store(lse2 + padded + rows, tl.where(sees_keys, row_lse * LOG2E, float("inf")))
     tl.store(delta + padded + rows, tl.where(sees_keys, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1), 0.0))
     if ZERO_DQ:
-        zeros = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-        tl.store(dq + padded * HEAD_DIM + tile_offsets(HEAD_DIM, BLOCK_M, HEAD_DIM), zeros)
+        zeros = tl.zeros((BLOCK_M * HEAD_DIM,), tl.float32)
+        tl.store(dq + padded * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM), zeros)
     tl.store(workspace + HEADER_WORDS + program, 0)
     if program == 0:
-        tl.store(workspace, 0)
-        tl.store(workspace + ABORT, 0)
+        tl.store(workspace + tl.arange(0, HEADER_WORDS), 0)
 
 
 @triton.jit
 def walk(
     dk, dv, k, v, first, last, visit, turns,
-    q, dout, stride_qs, stride_gs, lse2, delta, dq, workspace, semaphores, record, bound_ns, head,
+    q, dout, stride_qs, stride_gs, lse2, delta, dq, workspace, semaphores, bound_ns,
     n_block, seq_len, seq_len_kv, scale_log2,
     CAUSAL: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """Steps ``first .. last - 1`` of one KV tile's visit: adds to its dK and dV, and to dQ in turn."""
+    next_block = tl.load(visit + first)
     for step in range(first, last):
-        m_block = tl.load(visit + step)
+        m_block = next_block
+        next_block = tl.load(visit + step + 1)  # after the last step a word of what follows in ``arrays``, not used
         if POLICY == ORDERED:
             turn = tl.load(turns + step)
         row = m_block * BLOCK_M
         rows = row + tl.arange(0, BLOCK_M)
-        q_offsets = tile_offsets(stride_qs, BLOCK_M, HEAD_DIM)
-        q_tile = load_rows(q + row.to(tl.int64) * stride_qs, q_offsets, row, seq_len, RAGGED, BLOCK_M)
+        q_tile = load_tile(q, stride_qs, row, seq_len, RAGGED, BLOCK_M, HEAD_DIM)
         scores = tl.dot(k, tl.trans(q_tile))
         p = tl.math.exp2(scores * scale_log2 - tl.load(lse2 + rows)[None, :])
         if MASK:
             cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
             p = masked(p, rows[None, :], cols[:, None], seq_len_kv - seq_len, seq_len_kv, CAUSAL)
-        g_offsets = tile_offsets(stride_gs, BLOCK_M, HEAD_DIM)
-        dout_tile = load_rows(dout + row.to(tl.int64) * stride_gs, g_offsets, row, seq_len, RAGGED, BLOCK_M)
+        dout_tile = load_tile(dout, stride_gs, row, seq_len, RAGGED, BLOCK_M, HEAD_DIM)
         dv = tl.dot(p.to(k.dtype), dout_tile, dv)
         dp = tl.dot(v, tl.trans(dout_tile))
         ds = (p * (dp - tl.load(delta + rows)[None, :])).to(k.dtype)
         dk = tl.dot(ds, q_tile, dk)
         if POLICY != NO_DQ:
-            part = tl.dot(tl.trans(ds), k)
-            dq_tile = dq + row.to(tl.int64) * HEAD_DIM + tile_offsets(HEAD_DIM, BLOCK_M, HEAD_DIM)
+            part = flatten(tl.dot(tl.trans(ds), k), NUM_WARPS)
+            dq_tile = dq + row.to(tl.int64) * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)
             if POLICY == ORDERED:
-                semaphore = semaphores + m_block
-                wait_for_turn(semaphore, turn, workspace + ABORT, bound_ns, record, head, m_block)
+                wait_for_turn(semaphores + m_block, turn, workspace, bound_ns)
                 tl.store(dq_tile, part, mask=turn == 0)
                 tl.atomic_add(dq_tile, part, mask=turn != 0, sem="relaxed")
-                release_turn(semaphore)
+                release_turn(semaphores + m_block)
             else:
                 tl.atomic_add(dq_tile, part, sem="relaxed")
     return dk, dv
@@ -198,11 +238,11 @@ def walk(
 @triton.jit
 def run_item(
     ticket, arrays, num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
-    q, k, v, dout, lse2, delta, dq, dk, dv, workspace, record, bound_ns,
+    q, k, v, dout, lse2, delta, dq, dk, dv, workspace, bound_ns,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """All KV tiles of the item that ``ticket`` names (schedules.Launch.head_and_item)."""
     item_begin = arrays + num_items
@@ -226,7 +266,8 @@ def run_item(
     k += b * stride_kb + h * stride_kh
     v += b * stride_vb + h * stride_vh
     dout += b * stride_gb + h * stride_gh
-    dkv_head = (b * seq_len_kv * heads + h) * HEAD_DIM
+    dk += (b * seq_len_kv * heads + h) * HEAD_DIM
+    dv += (b * seq_len_kv * heads + h) * HEAD_DIM
     first_m = head.to(tl.int64) * num_m
     lse2 += first_m * BLOCK_M
     delta += first_m * BLOCK_M
@@ -236,36 +277,39 @@ def run_item(
     for tile in range(tl.load(item_begin + item), tl.load(item_begin + item + 1)):
         n_block = tl.load(kv_tile + tile)
         begin = tl.load(visit_begin + tile)
-        bounds = (0, tl.load(mask_begin + tile), tl.load(mask_end + tile), tl.load(visit_count + tile))
+        count = tl.load(visit_count + tile)
+        bounds = (0, tl.load(mask_begin + tile), tl.load(mask_end + tile), count)
+        if SECTIONS == ALL_MASKED:
+            bounds = (0, 0, count, count)
         row = n_block * BLOCK_N
-        first_row = row.to(tl.int64)
-        k_offsets = tile_offsets(stride_ks, BLOCK_N, HEAD_DIM)
-        v_offsets = tile_offsets(stride_vs, BLOCK_N, HEAD_DIM)
-        k_tile = load_rows(k + first_row * stride_ks, k_offsets, row, seq_len_kv, True, BLOCK_N)
-        v_tile = load_rows(v + first_row * stride_vs, v_offsets, row, seq_len_kv, True, BLOCK_N)
+        k_tile = load_tile(k, stride_ks, row, seq_len_kv, True, BLOCK_N, HEAD_DIM)
+        v_tile = load_tile(v, stride_vs, row, seq_len_kv, True, BLOCK_N, HEAD_DIM)
         dk_tile = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
         dv_tile = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
         for section in tl.static_range(3):  # plain, masked, plain
-            dk_tile, dv_tile = walk(
-                dk_tile, dv_tile, k_tile, v_tile, bounds[section], bounds[section + 1], visit + begin, turns + begin,
-                q, dout, stride_qs, stride_gs, lse2, delta, dq, workspace, semaphores, record, bound_ns, head,
-                n_block, seq_len, seq_len_kv, scale_log2,
-                CAUSAL, section == 1, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM,
-            )  # fmt: skip
-        dkv = dkv_head + first_row * (heads * HEAD_DIM) + tile_offsets(heads * HEAD_DIM, BLOCK_N, HEAD_DIM)
-        inside = (row + tl.arange(0, BLOCK_N) < seq_len_kv)[:, None]
-        tl.store(dk + dkv, (dk_tile * scale).to(dk.dtype.element_ty), mask=inside)
-        tl.store(dv + dkv, dv_tile.to(dv.dtype.element_ty), mask=inside)
+            if (SECTIONS >> section) % 2 == 1:
+                dk_tile, dv_tile = walk(
+                    dk_tile, dv_tile, k_tile, v_tile, bounds[section], bounds[section + 1], visit + begin, turns + begin,
+                    q, dout, stride_qs, stride_gs, lse2, delta, dq, workspace, semaphores, bound_ns,
+                    n_block, seq_len, seq_len_kv, scale_log2,
+                    CAUSAL, section == 1, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS,
+                )  # fmt: skip
+        store_tile(dk, heads * HEAD_DIM, row, seq_len_kv, dk_tile * scale, BLOCK_N, HEAD_DIM)
+        store_tile(dv, heads * HEAD_DIM, row, seq_len_kv, dv_tile, BLOCK_N, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=[
+        "num_items", "num_tiles", "num_steps", "interleaved", "total_heads", "heads", "num_m", "seq_len", "seq_len_kv"
+    ]
+)  # fmt: skip
 def kv_tiles(
-    q, k, v, dout, lse2, delta, dq, dk, dv, workspace, record, arrays,
+    q, k, v, dout, lse2, delta, dq, dk, dv, workspace, arrays,
     num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2, bound_ns,
-    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, PERSISTENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    CAUSAL: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, PERSISTENT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """The main kernel: dK, dV and (but for two_pass) dQ. One item a CTA, or items until the tickets are used up."""
     tickets = num_items * total_heads
@@ -273,10 +317,10 @@ def kv_tiles(
     while ticket < tickets:
         run_item(
             ticket, arrays, num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
-            q, k, v, dout, lse2, delta, dq, dk, dv, workspace, record, bound_ns,
+            q, k, v, dout, lse2, delta, dq, dk, dv, workspace, bound_ns,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
             stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2,
-            CAUSAL, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM,
+            CAUSAL, SECTIONS, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS,
         )  # fmt: skip
         if PERSISTENT:
             ticket = tl.atomic_add(workspace, 1, sem="relaxed")
@@ -291,10 +335,8 @@ def add_kv_tiles(
 ):  # fmt: skip
     for n_block in range(first, last):
         col = n_block * BLOCK_N
-        k_offsets = tile_offsets(stride_ks, BLOCK_N, HEAD_DIM)
-        v_offsets = tile_offsets(stride_vs, BLOCK_N, HEAD_DIM)
-        k_tile = load_rows(k + col.to(tl.int64) * stride_ks, k_offsets, col, seq_len_kv, MASK, BLOCK_N)
-        v_tile = load_rows(v + col.to(tl.int64) * stride_vs, v_offsets, col, seq_len_kv, MASK, BLOCK_N)
+        k_tile = load_tile(k, stride_ks, col, seq_len_kv, MASK, BLOCK_N, HEAD_DIM)
+        v_tile = load_tile(v, stride_vs, col, seq_len_kv, MASK, BLOCK_N, HEAD_DIM)
         p = tl.math.exp2(tl.dot(q, tl.trans(k_tile)) * scale_log2 - lse2[:, None])
         if MASK:
             rows = row + tl.arange(0, BLOCK_M)
@@ -305,7 +347,7 @@ def add_kv_tiles(
     return dq
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "num_m", "seq_len", "seq_len_kv"])
 def dq_tiles(
     q, k, v, dout, lse2, delta, dq, heads, num_m,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
@@ -318,12 +360,11 @@ def dq_tiles(
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     row = m_block * BLOCK_M
-    first_row = row.to(tl.int64)
     rows = tl.arange(0, BLOCK_M)
-    q_tile = q + b * stride_qb + h * stride_qh + first_row * stride_qs
-    dout_tile = dout + b * stride_gb + h * stride_gh + first_row * stride_gs
-    q_tile = load_rows(q_tile, tile_offsets(stride_qs, BLOCK_M, HEAD_DIM), row, seq_len, True, BLOCK_M)
-    dout_tile = load_rows(dout_tile, tile_offsets(stride_gs, BLOCK_M, HEAD_DIM), row, seq_len, True, BLOCK_M)
+    q += b * stride_qb + h * stride_qh
+    dout += b * stride_gb + h * stride_gh
+    q_tile = load_tile(q, stride_qs, row, seq_len, True, BLOCK_M, HEAD_DIM)
+    dout_tile = load_tile(dout, stride_gs, row, seq_len, True, BLOCK_M, HEAD_DIM)
     padded = (head.to(tl.int64) * num_m + m_block) * BLOCK_M
     lse2_rows = tl.load(lse2 + padded + rows)
     delta_rows = tl.load(delta + padded + rows)
@@ -342,31 +383,39 @@ def dq_tiles(
             k, v, stride_ks, stride_vs, row, seq_len, seq_len_kv, scale_log2,
             CAUSAL, section == 1, BLOCK_M, BLOCK_N, HEAD_DIM,
         )  # fmt: skip
-    dq += ((b * seq_len + row) * heads + h) * HEAD_DIM
-    inside = (row + rows < seq_len)[:, None]
-    offsets = tile_offsets(heads * HEAD_DIM, BLOCK_M, HEAD_DIM)
-    tl.store(dq + offsets, (dq_tile * scale).to(dq.dtype.element_ty), mask=inside)
+    dq += (b * seq_len * heads + h) * HEAD_DIM
+    store_tile(dq, heads * HEAD_DIM, row, seq_len, dq_tile * scale, BLOCK_M, HEAD_DIM)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
 def cast_tiles(
-    accumulated, dq, workspace, heads, num_m, seq_len, scale,
-    POLICY: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    accumulated, dq, workspace, record, heads, num_m, seq_len, scale,
+    POLICY: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """dQ in the output's dtype: scaled; 0 where nothing was added; NaN everywhere once a turn has not come."""
+    """dQ in the output's dtype: scaled; 0 where nothing was added; NaN everywhere once a turn has not come.
+
+    In that case the first program copies what the header says of it to ``record`` (host memory): 1, head, Q tile,
+    turn, contributions seen. NUM_WARPS is that of the main kernel.
+    """
     program = tl.program_id(0)
     head = program // num_m
-    row = program % num_m * BLOCK_M
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
-    offsets = program.to(tl.int64) * (BLOCK_M * HEAD_DIM) + tile_offsets(HEAD_DIM, BLOCK_M, HEAD_DIM)
+    source = accumulated + program.to(tl.int64) * (BLOCK_M * HEAD_DIM) + tl.arange(0, BLOCK_M * HEAD_DIM)
     if POLICY == ORDERED:
         contributions = tl.load(workspace + HEADER_WORDS + program)
-        tile = tl.load(accumulated + offsets, mask=contributions != 0, other=0.0)
-        tile = tl.where(tl.load(workspace + ABORT) != 0, float("nan"), tile)
+        vector = tl.load(source, mask=contributions != 0, other=0.0)
+        aborted = tl.load(workspace + 1) != 0
+        vector = tl.where(aborted, float("nan"), vector)
+        if aborted & (program == 0):
+            late = tl.load(workspace + 2)
+            tl.store(record + 1, late // num_m)
+            tl.store(record + 2, late % num_m)
+            tl.store(record + 3, tl.load(workspace + 3))
+            tl.store(record + 4, tl.load(workspace + 4))
+            tl.store(record, 1)
     else:
-        tile = tl.load(accumulated + offsets)
-    dq += ((b * seq_len + row) * heads + h) * HEAD_DIM
-    inside = (row + tl.arange(0, BLOCK_M) < seq_len)[:, None]
-    offsets = tile_offsets(heads * HEAD_DIM, BLOCK_M, HEAD_DIM)
-    tl.store(dq + offsets, (tile * scale).to(dq.dtype.element_ty), mask=inside)
+        vector = tl.load(source)
+    tile = unflatten(vector * scale, BLOCK_M, HEAD_DIM, NUM_WARPS)
+    dq += (b * seq_len * heads + h) * HEAD_DIM
+    store_tile(dq, heads * HEAD_DIM, program % num_m * BLOCK_M, seq_len, tile, BLOCK_M, HEAD_DIM)

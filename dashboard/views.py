@@ -257,6 +257,7 @@ def _config_row(cell: Cell) -> dict[str, Any]:
     return {
         "seq_len": cell.seq_len,
         "kind": kind_of(row),
+        "schedule": schedule_of(kind_of(row)),
         "tile": f"{row.block_m}x{row.block_n}",
         "launch": f"{grouping}, {config.signal}",
         "tflops": f"{tflops:.1f}" if tflops else UNKNOWN,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -53,6 +54,25 @@ class Context:
         return asked
 
 
+class Answers:
+    """Rendered answers, kept until the database changes. A row or a release makes every one of them old."""
+
+    LARGEST = 1024
+
+    def __init__(self) -> None:
+        self._held: tuple[tuple[int, int], dict[str, bytes]] = ((-1, -1), {})
+
+    def get(self, state: tuple[int, int], query: str, compute: Callable[[], Any]) -> bytes:
+        """The answer to ``query``, computed unless it is held for this state. Failures are not kept."""
+        of, answers = self._held
+        if of != state or len(answers) >= self.LARGEST:
+            answers = {}
+            self._held = state, answers  # one assignment: no thread sees another state's answers
+        if query not in answers:
+            answers[query] = strict_json(compute())
+        return answers[query]
+
+
 def plain(value: Any) -> Any:
     """JSON-ready: times as RFC 3339 in UTC, NaN and infinity as null."""
     if isinstance(value, float):
@@ -66,10 +86,14 @@ def plain(value: Any) -> Any:
     return value
 
 
-class StrictJson(JSONResponse):
+def strict_json(content: Any) -> bytes:
     """JSON without NaN or infinity, ever."""
+    text = json.dumps(plain(content), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    return text.encode()
+
+
+class StrictJson(JSONResponse):
+    """An answer in strict JSON."""
 
     def render(self, content: Any) -> bytes:
-        return json.dumps(
-            plain(content), ensure_ascii=False, allow_nan=False, separators=(",", ":")
-        ).encode()
+        return strict_json(content)

@@ -11,7 +11,7 @@ from dashboard import filters as state
 from dashboard.filters import Filters
 from dashboard.points import Point
 from dashboard.views import one_a_length
-from server.deps import Context, StrictJson
+from server.deps import Answers, Context, StrictJson
 from server.errors import ApiError, invalid
 from server.models import BestAnswer, Curves, Problem
 from server.params import BestQuery, CurvesQuery, GpuQuery
@@ -29,9 +29,10 @@ FAILURES: dict[int | str, dict[str, Any]] = {
 
 def create(context: Context) -> APIRouter:
     router = APIRouter(tags=["lookup"])
+    answers = Answers()
 
     @router.get("/best", response_model=BestAnswer, responses=FAILURES)
-    def get_best(query: Annotated[BestQuery, Query()]) -> StrictJson:
+    def get_best(request: Request, query: Annotated[BestQuery, Query()]) -> Response:
         """The fastest configuration for a mask and head_dim, over all measured lengths and at each of them.
 
         `best` has the highest geometric mean over the measured lengths; with `seq_len`, it is the winner at that
@@ -47,23 +48,16 @@ def create(context: Context) -> APIRouter:
                     "heads_kv",
                     f"heads ({query.heads}) is not a multiple of heads_kv ({query.heads_kv})",
                 )
-        question = Question(
-            gpu=context.gpu(query.gpu),
-            mask=query.mask,
-            head_dim=query.dim,
-            dtype=query.dtype,
-            seq_len=query.length,
-            batch=query.batch,
-            heads=query.heads,
-            heads_kv=query.heads_kv,
-            direction=query.direction,
-            source=query.source,
-            release=query.release,
-        )
-        try:
-            return StrictJson(best(context.store, question), headers={"Cache-Control": "no-cache"})
-        except NotMeasured as error:
-            raise ApiError(404, str(error)) from None
+        head_dim = query.dim
+
+        def compute() -> dict[str, Any]:
+            try:
+                return best(context.store, _question(query, context.gpu(query.gpu), head_dim))
+            except NotMeasured as error:
+                raise ApiError(404, str(error)) from None
+
+        body = answers.get(context.store.state(), request.url.query, compute)
+        return Response(body, media_type="application/json", headers={"Cache-Control": "no-cache"})
 
     @router.get(
         "/table", responses={**FAILURES, 304: {"description": "Unchanged since If-None-Match."}}
@@ -118,6 +112,22 @@ def create(context: Context) -> APIRouter:
         return StrictJson(body, headers={"Cache-Control": "no-cache"})
 
     return router
+
+
+def _question(query: BestQuery, gpu: str, head_dim: int) -> Question:
+    return Question(
+        gpu=gpu,
+        mask=query.mask,
+        head_dim=head_dim,
+        dtype=query.dtype,
+        seq_len=query.length,
+        batch=query.batch,
+        heads=query.heads,
+        heads_kv=query.heads_kv,
+        direction=query.direction,
+        source=query.source,
+        release=query.release,
+    )
 
 
 def _series(points: list[Point]) -> list[dict[str, Any]]:

@@ -249,6 +249,15 @@ class Store:
         with self._read() as connection:
             return int(connection.scalar(select(func.max(Result.id))) or 0)
 
+    def state(self) -> tuple[int, int]:
+        """Ids of the newest row and the newest release, 0 for none: equal states give equal answers."""
+        row, release = (
+            select(func.max(table.id)).scalar_subquery() for table in (Result, ReleaseTable)
+        )
+        with self._read() as connection:
+            found = connection.execute(select(row, release)).one()
+        return int(found[0] or 0), int(found[1] or 0)
+
     def gpus(self) -> list[str]:
         """GPUs that have rows."""
         with self._read() as connection:

@@ -18,6 +18,7 @@ from torch import Tensor
 from dash_kernels import reference
 from dash_kernels.device import nvidia_gpu_present
 from dash_kernels.problem import Config, Problem, padded_head_dim, supports
+from dash_kernels.schedules import SCHEDULES, Launch, TileGrid
 
 MAX_HEAD_DIM = 128
 ALIGNMENT = 16  # bytes: what a TMA descriptor and a 128-bit load ask of a base address and of each row stride
@@ -242,6 +243,10 @@ def _run_attention(
         return q.new_zeros(q.shape), lse
     if not q.is_cuda:
         _warn_if_a_gpu_stands_idle()
+        if names and (schedule := _decode(names, numbers).schedule) not in SCHEDULES:
+            raise ValueError(
+                f"config.schedule is {schedule!r}; choose one of {', '.join(SCHEDULES)}"
+            )
         out, lse = reference.attention_forward(q, k, v, causal=causal, scale=scale)
         return out.to(q.dtype).contiguous(), lse.float()
     from dash_kernels.kernels.forward import forward
@@ -417,7 +422,6 @@ def _check_resident(
 ) -> None:
     """Refuse already in the forward what the backward's launch would refuse: a kind that waits on later CTAs."""
     from dash_kernels.kernels.backward_portable import cooperative_grid, min_resident
-    from dash_kernels.schedules import Launch, TileGrid
 
     grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
     needed = min_resident(

@@ -108,6 +108,11 @@ def test_the_flash_attn_functions_are_attention() -> None:
         ({"scale": math.nan}, ValueError, "scale is nan"),
         ({"scale": -0.5}, ValueError, "scale is -0.5; it must be a positive number"),
         ({"config": "shift"}, TypeError, "config is a str"),
+        (
+            {"config": Config(schedule="sideways")},
+            ValueError,
+            "config.schedule is 'sideways'; choose one of",
+        ),
         ({"sm_margin": -1}, ValueError, "sm_margin is -1"),
         ({"config": Config(policy="unordered")}, ValueError, "add deterministic=False"),
         ({"config": Config(), "deterministic": False}, ValueError, "config.policy is 'ordered'"),

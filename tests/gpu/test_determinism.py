@@ -288,9 +288,9 @@ def test_two_streams_at_once_share_nothing(backend: str) -> None:
         skip_unless_supported(config, problem)
         calls.append(backward_call(problem, config))
     firsts = [call() for call in calls]
+    bad = [torch.zeros((), device="cuda", dtype=torch.int64) for _ in calls]
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in calls]
-    bad = [torch.zeros((), device="cuda", dtype=torch.int64) for _ in calls]
     for _ in range(50):
         for stream, call, first, count in zip(streams, calls, firsts, bad, strict=True):
             with torch.cuda.stream(stream):

@@ -21,6 +21,19 @@ UNKNOWN = "–"
 SHOWN_RUNS = 6
 
 
+MAP_TITLES = {
+    "measured": (
+        "Winner at every shape",
+        "The fastest deterministic schedule that is safe on any number of free SMs; × is against ascending order in "
+        "the same run.",
+    ),
+    "modelled": (
+        "Predicted winner at every shape",
+        "By the model's times, × against its ascending order. Nothing here is measured.",
+    ),
+}
+
+
 @dataclass(frozen=True)
 class RunReport:
     """What became of the configurations of one run."""
@@ -38,6 +51,7 @@ class Page:
     """Everything the template prints."""
 
     title: str
+    source: str
     gpu: str
     dtype: str
     notices: list[str]
@@ -45,6 +59,7 @@ class Page:
     hero: dict[str, Any]
     strips: Sequence[Any]
     map: dict[str, Any]
+    map_title: tuple[str, str]
     subtitle: str
     ceiling_note: str
     table: list[dict[str, Any]]
@@ -403,6 +418,10 @@ def run_section(
     return {"note": note, "options": options, "failures": list(report.failures)}
 
 
+def _short_answer(kind: str, source: str) -> str:
+    return {"measured": kind, "modelled": f"{kind} predicted"}.get(source, "not measured")
+
+
 def build_page(
     snapshot: Snapshot,
     filters: Filters,
@@ -436,7 +455,8 @@ def build_page(
     shape = f"mask={filters.mask}&head_dim={filters.head_dim}&gpu={snapshot.gpu}"
     gantt_part = gantt(filters, answer["kind"])
     return Page(
-        title=f"DASH: {answer['kind']}, {filters.mask}, d {filters.head_dim}, {snapshot.gpu}",
+        title=f"DASH: {_short_answer(answer['kind'], snapshot.source)}, {filters.mask}, d {filters.head_dim}, {snapshot.gpu}",
+        source=snapshot.source,
         gpu=snapshot.gpu,
         dtype=str(filters.dtype),
         notices=[*notices, *more],
@@ -447,6 +467,7 @@ def build_page(
         strips=_strips(answer["kind"], str(filters.mask or "causal"), cells),
         map=winner_map(snapshot.cells, filters),
         subtitle=subtitle,
+        map_title=MAP_TITLES.get(snapshot.source, MAP_TITLES["measured"]),
         ceiling_note=(
             f"{snapshot.gpu} reached {snapshot.ceiling:.0f} TFLOPS in a plain matmul."
             if snapshot.ceiling

@@ -384,6 +384,25 @@ def test_predictions_alone_make_a_page(tmp_path_factory: pytest.TempPathFactory)
         page = TestClient(create_app(store, Settings())).get("/").text
         assert "should be the fastest" in page
         assert "nothing has been measured" in page
+        assert "Predicted winner at every shape" in page
+
+
+def test_what_was_only_compiled_has_no_winner(tmp_path_factory: pytest.TempPathFactory) -> None:
+    from tuner.results.rows import RunInfo
+
+    unknown = dict.fromkeys(("tflops", "ms", "ms_low", "ms_high", "samples", "bits_equal"))
+    row = fake_row(
+        fake_problem("causal", 128, 1024), Config(), 1.0, "h800", source="compiled", **unknown
+    )
+    with Store.open(tmp_path_factory.mktemp("compiled") / "compiled.db") as store:
+        store.add(store.start_run(RunInfo("h800", {"note": "FAKE"}, source="compiled")), row)
+        client = TestClient(create_app(store, Settings()))
+        page = client.get("/").text
+        assert "No speed has been measured" in page
+        assert 'id="winners"' not in page
+        assert 'id="configs"' not in page
+        assert client.get("/figures/registers?theme=light").json()["data"]
+        assert client.get("/best?mask=causal&d=128").status_code == 404
 
 
 def test_a_snapshot_is_kept_until_a_row_comes(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -6,17 +6,12 @@ Every number here is FAKE (tests/fake_rows.py).
 from __future__ import annotations
 
 import json
-import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from fake_rows import LENGTHS, fake_problem, fake_row, fill
 from fastapi.testclient import TestClient
@@ -475,97 +470,3 @@ def test_every_answer_is_guarded(client: TestClient) -> None:
     lost = client.get("/nowhere")
     assert lost.headers["content-type"] == "application/problem+json"
     assert client.delete("/best").status_code == 405
-
-
-def test_the_schema_survives_a_fuzzer(store: Store) -> None:
-    """Generated calls, valid and not: no 5xx, every answer as the OpenAPI document says."""
-    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
-    from hypothesis import HealthCheck, Phase, given, settings
-
-    app = create_app(store, Settings())
-    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
-    checks = [
-        schemathesis.checks.not_a_server_error,
-        schemathesis.checks.status_code_conformance,
-        schemathesis.checks.content_type_conformance,
-        schemathesis.checks.response_schema_conformance,
-    ]
-    operations = [found.ok() for found in schema.get_all_operations()]
-    assert len(operations) >= 12
-    for operation in operations:
-
-        @settings(
-            max_examples=5,
-            deadline=None,
-            database=None,
-            derandomize=True,
-            phases=[Phase.explicit, Phase.generate],
-            suppress_health_check=list(HealthCheck),
-        )
-        @given(case=operation.as_strategy())
-        def call(case: Any) -> None:
-            case.call_and_validate(checks=checks)
-
-        call()
-
-
-# -- dash-serve -----------------------------------------------------------------------------------------------------
-
-
-def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "server.cli", *arguments],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, **environment},
-    )
-
-
-def test_serve_names_what_is_wrong(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        busy = serve("--port", port, "--db", str(tmp_path / "none.db"))
-    assert (busy.returncode, busy.stderr.count("\n")) == (2, 1)
-    assert f"port {port}" in busy.stderr
-    assert not (tmp_path / "none.db").exists()
-    (tmp_path / "text.db").write_text("this is no database, " * 100)
-    broken = serve("--port", "0", "--db", str(tmp_path / "text.db"))
-    assert (broken.returncode, broken.stderr.count("\n")) == (2, 1)
-    assert "text.db" in broken.stderr
-
-
-def test_serve_answers_from_a_database_that_cannot_be_written(tmp_path: Path) -> None:
-    path = tmp_path / "fake.db"
-    with Store.open(path) as store:
-        fill(store)
-    environment = {**os.environ, "DASH_TOKEN": "fake-token", "DASH_READ_ONLY": "1"}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "server.cli", "--port", "0", "--db", str(path)],
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    try:
-        assert process.stderr is not None
-        line = process.stderr.readline()
-        address = line.split()[1]
-        answer = None
-        for _ in range(100):
-            try:
-                answer = httpx.get(f"{address}/best?mask=causal&d=128", timeout=10)
-                break
-            except httpx.ConnectError:
-                time.sleep(0.1)
-        assert answer is not None
-        assert answer.json()["best"]["config"]["schedule"] == "shortest_first"
-        refused = httpx.post(
-            f"{address}/results", json=body_of(row_body()), headers=TOKEN, timeout=10
-        )
-        assert refused.status_code == 403
-        assert "reading only" in refused.json()["detail"]
-    finally:
-        process.terminate()
-        assert process.wait(20) in (0, -15)

@@ -1,0 +1,115 @@
+"""The OpenAPI document under a fuzzer, and ``dash-serve`` as a process. Every number here is FAKE."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from fake_rows import fill
+
+from server.app import create_app
+from server.settings import Settings
+from tuner.results.store import Store
+
+
+def test_the_schema_survives_a_fuzzer(tmp_path: Path) -> None:
+    """Generated calls, valid and not: no 5xx, every answer as the OpenAPI document says."""
+    schemathesis = pytest.importorskip("schemathesis", reason="schemathesis is not installed")
+    from hypothesis import HealthCheck, Phase, given, settings
+
+    store = Store.open(tmp_path / "fake.db")
+    fill(store)
+    app = create_app(store, Settings())
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    checks = [
+        schemathesis.checks.not_a_server_error,
+        schemathesis.checks.status_code_conformance,
+        schemathesis.checks.content_type_conformance,
+        schemathesis.checks.response_schema_conformance,
+    ]
+    operations = [found.ok() for found in schema.get_all_operations()]
+    assert len(operations) >= 12
+    for operation in operations:
+
+        @settings(
+            max_examples=5,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.explicit, Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=operation.as_strategy())
+        def call(case: Any) -> None:
+            case.call_and_validate(checks=checks)
+
+        call()
+    store.close()
+
+
+# -- dash-serve -----------------------------------------------------------------------------------------------------
+
+
+def serve(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "server.cli", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, **environment},
+    )
+
+
+def test_serve_names_what_is_wrong(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        busy = serve("--port", port, "--db", str(tmp_path / "none.db"))
+    assert (busy.returncode, busy.stderr.count("\n")) == (2, 1)
+    assert f"port {port}" in busy.stderr
+    assert not (tmp_path / "none.db").exists()
+    (tmp_path / "text.db").write_text("this is no database, " * 100)
+    broken = serve("--port", "0", "--db", str(tmp_path / "text.db"))
+    assert (broken.returncode, broken.stderr.count("\n")) == (2, 1)
+    assert "text.db" in broken.stderr
+
+
+def test_serve_answers_from_a_database_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "fake.db"
+    with Store.open(path) as store:
+        fill(store)
+    environment = {**os.environ, "DASH_TOKEN": "fake-token", "DASH_READ_ONLY": "1"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "server.cli", "--port", "0", "--db", str(path)],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        address = line.split()[1]
+        answer = None
+        for _ in range(100):
+            try:
+                answer = httpx.get(f"{address}/best?mask=causal&d=128", timeout=10)
+                break
+            except httpx.ConnectError:
+                time.sleep(0.1)
+        assert answer is not None
+        assert answer.json()["best"]["config"]["schedule"] == "shortest_first"
+        token = {"Authorization": "Bearer fake-token"}
+        refused = httpx.post(f"{address}/results", json={}, headers=token, timeout=10)
+        assert refused.status_code == 403
+        assert "reading only" in refused.json()["detail"]
+    finally:
+        process.terminate()
+        assert process.wait(20) in (0, -15)

@@ -7,6 +7,7 @@ run PyTorch's flash forward and this package's backward; CPU tensors are served 
 from __future__ import annotations
 
 import functools
+import importlib.util
 import math
 import warnings
 from typing import Any
@@ -249,6 +250,7 @@ def _run_attention(
             )
         out, lse = reference.attention_forward(q, k, v, causal=causal, scale=scale)
         return out.to(q.dtype).contiguous(), lse.float()
+    _require_triton()
     from dash_kernels.kernels.forward import forward
 
     _resolve(q, k, causal, names, numbers, deterministic, allow_resident, sm_margin)
@@ -455,6 +457,15 @@ def sum_groups(grad: Tensor, heads_kv: int) -> Tensor:
     for member in range(1, groups.shape[3]):
         total = total + groups[:, :, :, member]
     return total.to(grad.dtype)
+
+
+@functools.cache
+def _require_triton() -> None:
+    if importlib.util.find_spec("triton") is None:
+        raise RuntimeError(
+            "attention on CUDA tensors needs Triton, which is not installed: pip install triton (Linux); "
+            "CPU tensors are served by the float64 reference"
+        )
 
 
 @functools.cache

@@ -141,6 +141,22 @@ def test_choosing_and_reading_a_table_initialises_no_cuda() -> None:
     assert said.stdout.strip() == "False"
 
 
+def test_a_machine_without_torch_is_told_so_by_what_needs_it() -> None:
+    code = (
+        "import sys; sys.modules['torch'] = None; import dash_kernels as dk\n"
+        "print(dk.choose(dk.Problem('causal', 128, 4096), 'h200').config.label())\n"
+        "dk.attention"
+    )
+    said = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert said.stdout.startswith("shortest_first")
+    assert (
+        "ImportError: dash_kernels.attention needs PyTorch, which is not installed here"
+        in said.stderr
+    )
+
+
 def test_an_unknown_public_name_is_an_attribute_error() -> None:
     import dash_kernels
 

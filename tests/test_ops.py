@@ -296,6 +296,17 @@ def test_cpu_tensors_on_an_idle_gpu_machine_warn_once(monkeypatch: pytest.Monkey
     ops._warn_if_a_gpu_stands_idle.cache_clear()
 
 
+def test_cuda_tensors_without_triton_are_told_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    ops._require_triton.cache_clear()
+    with pytest.raises(
+        RuntimeError, match="needs Triton, which is not installed: pip install triton"
+    ):
+        ops._require_triton()
+
+
 def test_first_difference_names_index_values_and_bits() -> None:
     a = torch.zeros(2, 3, dtype=torch.bfloat16)
     b = a.clone()

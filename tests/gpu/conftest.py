@@ -28,16 +28,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
     """Compile the kernels of a long run in several processes; what fails there fails again in its own test."""
-    count = min(12, (os.cpu_count() or 1) - 1)
-    if len(request.session.items) < 50 or count < 2 or "PYTEST_XDIST_WORKER" in os.environ:
+    if len(request.session.items) < 50 or "PYTEST_XDIST_WORKER" in os.environ:
         return
+    from warm_kernels import GROUPS
+
     command = [sys.executable, str(HERE / "warm_kernels.py")]
-    workers = [
-        subprocess.Popen(
-            [*command, str(i), str(count)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        for i in range(count)
-    ]
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    workers = [subprocess.Popen([*command, str(i)], **quiet) for i in range(len(GROUPS))]
     deadline = time.monotonic() + WARM_UP_SECONDS
     for worker in workers:
         try:

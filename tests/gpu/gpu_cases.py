@@ -18,6 +18,8 @@ from dash_kernels.testing import Error, budgets_of, make_inputs  # noqa: E402
 KINDS = tuple(SCHEDULES)
 BACKENDS = ("hopper", "portable")
 MASKS = ("full", "causal")
+# (Sq, Sk): whole tiles, ragged, Sq < Sk, Sq > Sk
+LENGTHS = ((512, 512), (333, 333), (127, 300), (700, 129))
 NAN_WORD = 0x7FC07FC0  # NaN as bf16, fp16 and fp32 alike
 
 
@@ -56,9 +58,8 @@ def min_resident(config: Config, problem: Problem) -> int:
 
 def backward_call(problem: Problem, config: Config, seed: int = 0) -> Any:
     """A function without arguments that runs one backward of ``problem`` and returns (dq, dk, dv)."""
-    from dash_kernels.kernels.launch import backward
-
     from dash_kernels.kernels.forward import forward
+    from dash_kernels.kernels.launch import backward
 
     dout, q, k, v = (x.detach() for x in make_inputs(problem, seed))
     scale = problem.head_dim**-0.5

@@ -6,6 +6,7 @@ import pytest
 from gpu_cases import (
     BACKENDS,
     KINDS,
+    LENGTHS,
     MASKS,
     NAN_WORD,
     config_for,
@@ -25,13 +26,6 @@ from dash_kernels.testing import (
     poisoned_outputs,
     torch_flash_gradients,
 )
-
-LENGTHS = [
-    (512, 512),
-    (333, 333),
-    (127, 300),
-    (700, 129),
-]  # (Sq, Sk): whole tiles, ragged, Sq < Sk, Sq > Sk
 
 
 def assert_within_budget(problem: Problem, config: Config | None) -> None:

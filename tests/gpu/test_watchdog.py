@@ -17,18 +17,14 @@ SECONDS = 0.3
 
 
 @pytest.fixture(params=BACKENDS)
-def planted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def planted(request: pytest.FixtureRequest) -> Iterator[Any]:
     """(call, plant): a backward with a short watchdog, and what spoils its last turn and returns (m_block, turn)."""
     from dash_kernels.kernels import backward_portable
 
     problem = Problem("causal", 64, 700, batch=1, heads=1)
     config: Config = config_for("ascending", request.param, 64)
     skip_unless_supported(config, problem)
-    call = backward_call(problem, config)
-    if request.param == "portable":
-        monkeypatch.setattr(backward_portable, "TURN_BOUND_NS", int(SECONDS * 1e9))
-    else:
-        call = functools.partial(call, watchdog_seconds=SECONDS)
+    call = functools.partial(backward_call(problem, config), watchdog_seconds=SECONDS)
     call()
     arrays = backward_portable.device_arrays(
         config.schedule,

@@ -1,6 +1,6 @@
 """Compiles what the tests of this folder launch, in several processes at once, into Triton's cache on disk.
 
-``python warm_kernels.py INDEX COUNT`` runs every COUNT-th backward; conftest.py starts COUNT of them.
+``python warm_kernels.py INDEX`` does one group of them, whose kernels no other group shares; conftest.py starts all.
 """
 
 from __future__ import annotations
@@ -13,33 +13,38 @@ sys.path[:0] = [
     str(Path(__file__).resolve().parent),
 ]
 
-from gpu_cases import BACKENDS, MASKS, backward_call, config_for, torch  # noqa: E402
+from gpu_cases import BACKENDS, KINDS, LENGTHS, backward_call, config_for, torch  # noqa: E402
 
 from dash_kernels.device import current_gpu  # noqa: E402
-from dash_kernels.problem import Config, Problem, supports  # noqa: E402
+from dash_kernels.problem import Problem, supports  # noqa: E402
+
+GROUPS = [
+    (backend, mask, head_dim, dtype)
+    for backend in BACKENDS
+    for mask, head_dim, dtype in (
+        ("full", 64, "bfloat16"),
+        ("full", 128, "bfloat16"),
+        ("causal", 64, "bfloat16"),
+        ("causal", 128, "bfloat16"),
+        ("full", 64, "float16"),
+        ("full", 128, "float16"),
+        ("causal", 64, "float16"),
+    )
+]  # fmt: skip
 
 
-def launches() -> list[tuple[Problem, Config]]:
-    """One launch for each kernel: whole and ragged lengths, plain and cooperative launches, all policies."""
-    wanted = []
-    for backend in BACKENDS:
-        for head_dim in (64, 128):
-            for mask in MASKS:
-                for dtype in ("bfloat16", "float16"):
-                    for seq_len in (512, 333):
-                        problem = Problem(mask, head_dim, seq_len, dtype, batch=2, heads=3)
-                        kinds = ["ascending", "shift" if mask == "full" else "symmetric_shift"]
-                        wanted += [(problem, config_for(kind, backend, head_dim)) for kind in kinds]
-                        if dtype == "bfloat16":
-                            wanted += [
-                                (problem, config_for("ascending", backend, head_dim, policy))
-                                for policy in ("two_pass", "unordered")
-                            ]
-    return [pair for pair in wanted if supports(pair[1], pair[0], current_gpu().capability)]
+def warm(backend: str, mask: str, head_dim: int, dtype: str) -> None:
+    """Run one backward of each kind, policy and length; kernels compiled already cost milliseconds."""
+    policies = ("ordered", "two_pass", "unordered") if dtype == "bfloat16" else ("ordered",)
+    for seq_len, seq_len_kv in LENGTHS:
+        problem = Problem(mask, head_dim, seq_len, dtype, batch=2, heads=3, seq_len_kv=seq_len_kv)
+        for policy in policies:
+            for kind in KINDS if policy == "ordered" else ("ascending",):
+                config = config_for(kind, backend, head_dim, policy)
+                if supports(config, problem, current_gpu().capability):
+                    backward_call(problem, config)()
+    torch.cuda.synchronize()
 
 
 if __name__ == "__main__":
-    index, count = int(sys.argv[1]), int(sys.argv[2])
-    for problem, config in launches()[index::count]:
-        backward_call(problem, config)()
-    torch.cuda.synchronize()
+    warm(*GROUPS[int(sys.argv[1])])

@@ -12,7 +12,9 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
+import tempfile
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -301,11 +303,13 @@ def environment(index: int | None = None) -> dict[str, Any]:
 
 @functools.cache
 def kernel_hash() -> str:
-    """SHA-256 over the kernel sources, in name order: changes whenever a kernel could."""
+    """SHA-256 over the kernels and their launches, in name order: changes whenever what runs on a GPU could."""
     import hashlib
 
     digest = hashlib.sha256()
     for path in sorted((Path(__file__).parent / "kernels").glob("*.py")):
+        if path.name == "compile.py":  # reads what was built; builds nothing that runs
+            continue
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
     return digest.hexdigest()
 
@@ -342,13 +346,34 @@ def ptxas_version() -> str | None:
     if path is None:
         return None
     try:
-        said = subprocess.run(
-            [path, "--version"], capture_output=True, text=True, timeout=10, check=False
-        )
+        said = run_bounded([path, "--version"], 10)
     except (OSError, subprocess.TimeoutExpired):
         return None
     found = re.search(r"\bV(\d+\.\d+\.\d+)", said.stdout)
     return found.group(1) if found else None
+
+
+def run_bounded(command: list[str], seconds: float) -> subprocess.CompletedProcess[str]:
+    """Run a command; at the limit it ends with everything it has started.
+
+    Raises OSError or subprocess.TimeoutExpired. ``stdout`` of the answer holds stderr too.
+    """
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            raise
+        output.seek(0)
+        return subprocess.CompletedProcess(command, process.returncode, output.read())
 
 
 def _bundled_ptxas() -> str | None:

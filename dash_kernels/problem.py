@@ -207,8 +207,8 @@ def hopper_shared_bytes(config: Config, head_dim: int) -> int:
     """Shared memory of the Hopper main kernel's buffers, barriers apart."""
     m, n, d = config.block_m, config.block_n, padded_head_dim(head_dim)
     kv, q_do = 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
-    dq = 0 if config.policy == "two_pass" else config.dq_stages * m * d * 4
-    return kv + q_do + n * m * 2 + dq
+    ring = config.dq_stages * m * d * 4  # dK and dV leave through it too
+    return kv + q_do + n * m * 2 + ring
 
 
 def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9, 0)) -> Support:
@@ -234,8 +234,10 @@ def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9,
             return Support(False, f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}")
         if config.num_warps != 8:
             return Support(False, f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}")
-        if config.signal == "deferred" and config.dq_stages < 2:
-            return Support(False, "the deferred signal needs dq_stages >= 2: with one stage two CTAs wait for each other")
+        if config.dq_stages < 2:
+            return Support(False, "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once")
+        if config.policy == "two_pass":
+            return Support(False, "two_pass runs on backend portable: the Hopper kernel has no dQ pass")
         required = hopper_shared_bytes(config, dim)
     else:
         if capability < (8, 0):

@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from dash_kernels.kernels.compat import (
     permute_axes,
+    reinterpret,
     thread_barrier,
     tma_load,
     tma_reduce_add,
@@ -41,16 +42,15 @@ from dash_kernels.kernels.turnstile import (
     wait_reduced,
 )
 
-# Policies and masks as the kernel sees them.
-UNORDERED, ORDERED, NO_DQ = 0, 1, 2
-NO_MASK, CAUSAL_MASK, TAIL_MASK = 0, 1, 2
-TICKET, ABORT = 0, 1  # words of the workspace header, before the semaphores
-HEADER_WORDS = 32
-# Words of a KV tile's record in shared memory: steps, head, KV tile, index of its first entry in the schedule's steps,
-# masked steps, and steps that this CTA did before it. A count of -1 ends the stream.
-COUNT, HEAD, N_BLOCK, FIRST, MASK_BEGIN, MASK_END, STEP = (gl.constexpr(word) for word in range(7))
-RECORD_WORDS = gl.constexpr(7)
-TILE_WORDS = 8  # n_block, first step, steps, mask begin, mask end
+# The workspace: a header (the ticket, then what turnstile.report_timeout writes) and a semaphore a head and Q tile.
+HEADER_WORDS = gl.constexpr(32)
+UNORDERED, ORDERED, NO_DQ = (gl.constexpr(policy) for policy in range(3))
+NO_MASK, CAUSAL_MASK, TAIL_MASK = (gl.constexpr(mask) for mask in range(3))
+# Words of a KV tile's record in shared memory: steps; batch and head; first of the head's Q tiles among all; first key;
+# where its steps begin in the arrays; masked steps; steps that this CTA did before it. A count of -1 ends the stream.
+# What the producer works out once costs the other roles no registers.
+COUNT, BATCH, HEAD, Q_TILES, KEY, FIRST, MASK_BEGIN, MASK_END, STEP = (gl.constexpr(word) for word in range(9))
+RECORD_WORDS = gl.constexpr(9)
 
 
 @gluon.constexpr_function
@@ -121,12 +121,15 @@ def write_word(tile_s, tile, word: gl.constexpr, value):
 @gluon.jit
 def producer(
     q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, reach_s,
-    tile_s, tile_full, tile_empty, kv_full, kv_empty, q_full, do_full, q_empty, done, workspace, items, tiles, steps,
-    num_items, num_heads, heads, interleave, num_m, causal_offset, seq_len_kv, MASK: gl.constexpr,
+    tile_s, tile_full, tile_empty, kv_full, kv_empty, q_full, do_full, q_empty, done, workspace, arrays,
+    num_items, num_tiles, num_heads, heads, interleave, num_m, causal_offset, seq_len_kv, MASK: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
     KV_BYTES: gl.constexpr = N * D * 2
     Q_BYTES: gl.constexpr = M * D * 2
+    item_begin = arrays + num_items
+    kv_tile = item_begin + num_items + 1
+    visit = kv_tile + num_tiles * 5
     tickets = num_items * num_heads
     step = 0
     tile = 0
@@ -137,24 +140,25 @@ def producer(
         width = gl.minimum(interleave, num_heads - first)
         rest = ticket - first * num_items
         head = first + rest % width
-        item = rest // width
+        item = gl.load(arrays + rest // width)
         b = head // heads
         h = head % heads
-        for j in range(gl.load(items + item * 2), gl.load(items + item * 2 + 1)):
-            record = tiles + j * 8
-            n_block = gl.load(record)
-            first_step = gl.load(record + 1)
-            count = gl.load(record + 2)
+        for j in range(gl.load(item_begin + item), gl.load(item_begin + item + 1)):
+            n_block = gl.load(kv_tile + j)
+            first_step = gl.load(kv_tile + num_tiles + j)
+            count = gl.load(kv_tile + num_tiles * 2 + j)
             mbarrier.wait(tile_empty.index(tile & 1), ((tile >> 1) & 1) ^ 1)
             write_word(tile_s, tile, COUNT, count)
-            write_word(tile_s, tile, HEAD, head)
-            write_word(tile_s, tile, N_BLOCK, n_block)
-            write_word(tile_s, tile, FIRST, first_step)
-            write_word(tile_s, tile, MASK_BEGIN, gl.load(record + 3))
-            write_word(tile_s, tile, MASK_END, gl.load(record + 4))
+            write_word(tile_s, tile, BATCH, b)
+            write_word(tile_s, tile, HEAD, h)
+            write_word(tile_s, tile, Q_TILES, head * num_m)
+            write_word(tile_s, tile, KEY, n_block * N)
+            write_word(tile_s, tile, FIRST, num_items * 2 + 1 + num_tiles * 5 + first_step)
+            write_word(tile_s, tile, MASK_BEGIN, gl.load(kv_tile + num_tiles * 3 + j))
+            write_word(tile_s, tile, MASK_END, gl.load(kv_tile + num_tiles * 4 + j))
             write_word(tile_s, tile, STEP, step)
             mbarrier.arrive(tile_full.index(tile & 1))
-            m_block = gl.load(steps + first_step * 2)
+            m_block = gl.load(visit + first_step)
             mbarrier.wait(kv_empty, (tile & 1) ^ 1)
             mbarrier.expect(kv_full, 2 * KV_BYTES)
             tma_load(k_desc, [b, h, n_block * N, 0], kv_full, k_s)
@@ -162,9 +166,9 @@ def producer(
             for i in range(count):
                 stage = step % STAGES
                 mbarrier.wait(q_empty.index(stage), ((step // STAGES) & 1) ^ 1)
-                if MASK == 1:
+                if MASK == CAUSAL_MASK:
                     write_scalar(reach_s.index(stage), m_block * M + causal_offset + 1 - n_block * N)
-                elif MASK == 2:
+                elif MASK == TAIL_MASK:
                     write_scalar(reach_s.index(stage), seq_len_kv - n_block * N)
                 row = (head * num_m + m_block) * M
                 mbarrier.expect(q_full.index(stage), Q_BYTES + M * 4)
@@ -174,10 +178,9 @@ def producer(
                 tma_load(do_desc, [b, h, m_block * M, 0], do_full.index(stage), do_s.index(stage))
                 tma_load(delta_desc, [row], do_full.index(stage), delta_s.index(stage))
                 step += 1
-                m_block = gl.load(steps + (first_step + i + 1) * 2)
-            if ORDER_OF_START:
-                # A kind that waits on later CTAs must not hold a ticket it has not started: wait for the last turn.
-                mbarrier.wait(done, tile & 1)
+                m_block = gl.load(visit + first_step + i + 1)
+            # A ticket drawn while this tile still waits for turns would delay everyone who waits for that ticket's item.
+            mbarrier.wait(done, tile & 1)
             tile += 1
         ticket = draw_ticket(workspace)
     mbarrier.wait(tile_empty.index(tile & 1), ((tile >> 1) & 1) ^ 1)
@@ -188,33 +191,38 @@ def producer(
 @gluon.jit
 def writer(
     dq_desc, dk_desc, dv_desc, dq_s, ring_full, ring_empty, out_full, out_empty, tile_s, tile_full, tile_empty, done,
-    workspace, record, bound_ns, steps, heads, num_m,
+    workspace, bound_us, arrays, num_steps,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr,
     DEFERRED: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
     DQ_ROWS: gl.constexpr = M * D // 256
-    semaphores = workspace + 32
-    ring = 0
+    semaphores = workspace + HEADER_WORDS
     tile = 0
     mbarrier.wait(tile_full.index(0), 0)
-    count = read_word(tile_s, tile, COUNT)
-    while count >= 0:
-        head = read_word(tile_s, tile, HEAD)
-        first_step = read_word(tile_s, tile, FIRST)
-        if POLICY != 2:
+    while read_word(tile_s, tile, COUNT) >= 0:
+        q_tiles = read_word(tile_s, tile, Q_TILES)
+        first = read_word(tile_s, tile, STEP)
+        end = first + read_word(tile_s, tile, COUNT)
+        visit = arrays + (read_word(tile_s, tile, FIRST) - first)
+        # The producer may draw the next ticket once no turn but the last step's can hold this tile up. A kind that waits
+        # on later CTAs must not hold a ticket it has not started at all.
+        release = gl.maximum(end - 2, first)
+        if POLICY == NO_DQ:
+            mbarrier.arrive(done)
+        else:
             pending = -1  # Q tile whose reduce is issued and whose signal is still owed
-            for i in range(count):
-                m_block = gl.load(steps + (first_step + i) * 2)
+            for ring in range(first, end):
+                q_tile = q_tiles + gl.load(visit + ring)
                 stage = ring % DQ_STAGES
-                row = (head * num_m + m_block) * DQ_ROWS
-                if POLICY == 0:
+                row = q_tile * DQ_ROWS
+                if POLICY == UNORDERED:
                     mbarrier.wait(ring_full.index(stage), (ring // DQ_STAGES) & 1)
                     tma_reduce_add(dq_desc, [row, 0], dq_s.index(stage))
                     tma_store_wait(0)
                     mbarrier.arrive(ring_empty.index(stage))
                 else:
-                    turn = gl.load(steps + (first_step + i) * 2 + 1)
-                    semaphore = semaphores + head * num_m + m_block
+                    turn = gl.load(visit + num_steps + ring)
+                    semaphore = semaphores + q_tile
                     mbarrier.wait(ring_full.index(stage), (ring // DQ_STAGES) & 1)
                     if DEFERRED:
                         seen = poll_turn(semaphore)
@@ -223,13 +231,13 @@ def writer(
                             if pending >= 0:
                                 wait_reduced(0)
                                 mbarrier.arrive(ring_empty.index((ring + DQ_STAGES - 1) % DQ_STAGES))
-                                signal_turn(semaphores + head * num_m + pending)
+                                signal_turn(semaphores + pending)
                                 pending = -1
-                            seen = await_turn(semaphore, turn, workspace + 1, bound_ns)
+                            seen = await_turn(semaphore, turn, workspace, bound_us)
                     else:
-                        seen = await_turn(semaphore, turn, workspace + 1, bound_ns)
+                        seen = await_turn(semaphore, turn, workspace, bound_us)
                     if seen != turn:
-                        report_timeout(record, workspace + 1, head, m_block, turn, seen)
+                        report_timeout(workspace, q_tile, turn, seen)
                     fence_acquired()
                     if turn == 0:
                         tma_store(dq_desc, [row, 0], dq_s.index(stage))
@@ -239,37 +247,39 @@ def writer(
                         if pending >= 0:
                             wait_reduced(1)
                             mbarrier.arrive(ring_empty.index((ring + DQ_STAGES - 1) % DQ_STAGES))
-                            signal_turn(semaphores + head * num_m + pending)
-                        pending = m_block
+                            signal_turn(semaphores + pending)
+                        pending = q_tile
                     else:
                         tma_store_wait(0)
                         mbarrier.arrive(ring_empty.index(stage))
                         wait_reduced(0)
                         signal_turn(semaphore)
-                ring += 1
-            if POLICY == 1 and DEFERRED:
+                if not ORDER_OF_START:
+                    if ring == release:
+                        mbarrier.arrive(done)
+            if POLICY == ORDERED and DEFERRED:
                 if pending >= 0:
                     wait_reduced(0)
-                    mbarrier.arrive(ring_empty.index((ring + DQ_STAGES - 1) % DQ_STAGES))
-                    signal_turn(semaphores + head * num_m + pending)
-        b = head // heads
-        h = head % heads
-        row = read_word(tile_s, tile, N_BLOCK) * N
+                    mbarrier.arrive(ring_empty.index((end + DQ_STAGES - 1) % DQ_STAGES))
+                    signal_turn(semaphores + pending)
+            if ORDER_OF_START or first == end:
+                mbarrier.arrive(done)
+        end = read_word(tile_s, tile, STEP) + read_word(tile_s, tile, COUNT)
+        b = read_word(tile_s, tile, BATCH)
+        h = read_word(tile_s, tile, HEAD)
+        row = read_word(tile_s, tile, KEY)
         SHAPE: gl.constexpr = dk_desc.block_type.shape
         mbarrier.wait(out_full.index(0), tile & 1)
-        stage = ring % DQ_STAGES
-        tma_store(dv_desc, [b, h, row, 0], dq_s.index(stage)._reinterpret(dv_desc.dtype, SHAPE, dv_desc.layout))
+        dv_s = reinterpret(dq_s.index(end % DQ_STAGES), dv_desc.dtype, SHAPE, dv_desc.layout)
+        tma_store(dv_desc, [b, h, row, 0], dv_s)
         mbarrier.wait(out_full.index(1), tile & 1)
-        stage = (ring + 1) % DQ_STAGES
-        tma_store(dk_desc, [b, h, row, 0], dq_s.index(stage)._reinterpret(dk_desc.dtype, SHAPE, dk_desc.layout))
+        dk_s = reinterpret(dq_s.index((end + 1) % DQ_STAGES), dk_desc.dtype, SHAPE, dk_desc.layout)
+        tma_store(dk_desc, [b, h, row, 0], dk_s)
         tma_store_wait(0)
         mbarrier.arrive(out_empty)
-        if ORDER_OF_START:
-            mbarrier.arrive(done)
         mbarrier.arrive(tile_empty.index(tile & 1))
         tile += 1
         mbarrier.wait(tile_full.index(tile & 1), (tile >> 1) & 1)
-        count = read_word(tile_s, tile, COUNT)
     wait_reduced(0)
 
 
@@ -296,13 +306,13 @@ def one_step(
     mbarrier.wait(do_full.index(stage), phase)
     dpt = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     st = warpgroup_mma_wait(1, deps=[st])
-    if MASK != 0:
+    if MASK != NO_MASK:
         # How many keys of the KV tile the Q tile's first row sees (causal; may be negative), or all its rows see.
         reach = read_scalar(reach_s.index(stage))
         # Row and column numbers come from shared memory: as arithmetic on the thread index they would be hoisted out of
         # every loop and spill.
         key = count_s.load(gl.SliceLayout(1, S_LAYOUT)) - reach
-        if MASK == 1:
+        if MASK == CAUSAL_MASK:
             query = count_s.slice(0, M).load(gl.SliceLayout(0, S_LAYOUT))
             st = gl.where(query[None, :] > key[:, None], st, float("-inf"))
         else:
@@ -315,7 +325,7 @@ def one_step(
     delta = delta_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
     ds = (p * (dpt - delta[None, :])).to(DTYPE)
     ds16 = gl.convert_layout(ds, A_LAYOUT)
-    if POLICY == 2:
+    if POLICY == NO_DQ:
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dk, dv, p16, ds16 = warpgroup_mma_wait(0, deps=[dk, dv, p16, ds16])
@@ -348,9 +358,9 @@ def stage_out(
 ):  # fmt: skip
     """Hand dK or dV to the writer in the dQ stage that use number ``use`` of the ring would take."""
     stage = use % DQ_STAGES
-    if POLICY != 2:
+    if POLICY != NO_DQ:
         mbarrier.wait(ring_empty.index(stage), ((use // DQ_STAGES) & 1) ^ 1)
-    out = dq_s.index(stage)._reinterpret(desc.dtype, desc.block_type.shape, desc.layout).reshape([N, D])
+    out = reinterpret(dq_s.index(stage), desc.dtype, desc.block_type.shape, desc.layout).reshape([N, D])
     out.store(value.to(desc.dtype))
     fence_async_shared()
     thread_barrier()
@@ -373,7 +383,7 @@ def consumer(
         mbarrier.wait(kv_full, tile & 1)
         mbarrier.wait(out_empty, (tile & 1) ^ 1)
         first = read_word(tile_s, tile, STEP)
-        if MASK == 0:
+        if MASK == NO_MASK:
             for step in range(first, first + read_word(tile_s, tile, COUNT)):
                 dk, dv = one_step(
                     dk, dv, step, k_s, v_s, q_s, do_s, lse_s, delta_s, reach_s, count_s, ds_s, dq_s, q_full, do_full, q_empty,
@@ -408,10 +418,15 @@ def consumer(
         mbarrier.wait(tile_full.index(tile & 1), (tile >> 1) & 1)
 
 
-@gluon.jit
+@gluon.jit(
+    do_not_specialize=[
+        "num_items", "num_tiles", "num_steps", "num_heads", "heads", "interleave", "num_m", "causal_offset",
+        "seq_len_kv", "bound_us",
+    ]
+)  # fmt: skip
 def backward_hopper(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, workspace, record, items, tiles,
-    steps, num_items, num_heads, heads, interleave, num_m, causal_offset, seq_len_kv, bound_ns, scale_log2, scale,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, workspace, arrays,
+    num_items, num_tiles, num_steps, num_heads, heads, interleave, num_m, causal_offset, seq_len_kv, bound_us, scale_log2, scale,
     MASK: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, DEFERRED: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
@@ -466,11 +481,11 @@ def backward_hopper(
                 MASK, M, N, D, STAGES, DQ_STAGES, POLICY)),
             (producer, (
                 q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, reach_s, tile_s,
-                tile_full, tile_empty, kv_full, kv_empty, q_full, do_full, q_empty, done, workspace, items, tiles, steps,
-                num_items, num_heads, heads, interleave, num_m, causal_offset, seq_len_kv, MASK, M, N, D, STAGES, ORDER_OF_START)),
+                tile_full, tile_empty, kv_full, kv_empty, q_full, do_full, q_empty, done, workspace, arrays,
+                num_items, num_tiles, num_heads, heads, interleave, num_m, causal_offset, seq_len_kv, MASK, M, N, D, STAGES, ORDER_OF_START)),
             (writer, (
                 dq_desc, dk_desc, dv_desc, dq_s, ring_full, ring_empty, out_full, out_empty, tile_s, tile_full, tile_empty, done, workspace,
-                record, bound_ns, steps, heads, num_m, M, N, D, DQ_STAGES, POLICY, DEFERRED, ORDER_OF_START)),
+                bound_us, arrays, num_steps, M, N, D, DQ_STAGES, POLICY, DEFERRED, ORDER_OF_START)),
         ],
         [1, 1],
         [40, 40],

@@ -50,17 +50,18 @@ def poll_turn(semaphore):
 
 
 @gluon.jit
-def await_turn(semaphore, turn, abort, bound_ns):
+def await_turn(semaphore, turn, workspace, bound_us):
     """Spin until the semaphore reads ``turn``; return what was read last.
 
-    Gives up, returning another value, once ``bound_ns`` nanoseconds have passed or ``abort`` reads nonzero.
+    Gives up, returning another value, once about ``bound_us`` microseconds have passed or another wait has given up.
     """
     return gl.inline_asm_elementwise(
-        """{ .reg .pred p; .reg .u32 lane, v, n, a; .reg .u64 start, now;
+        """{ .reg .pred p; .reg .u32 lane, v, n, a, start, now, waited;
         mov.u32 lane, %laneid; mov.u32 v, $2; mov.u32 n, 0;
         setp.ne.u32 p, lane, 0;
         @p bra DONE;
-        mov.u64 start, %globaltimer;
+        mov.u32 start, %globaltimer_lo;
+        mov.u32 waited, 0;
         SPIN:
         ld.acquire.gpu.global.b32 v, [$1];
         setp.eq.u32 p, v, $2;
@@ -69,18 +70,19 @@ def await_turn(semaphore, turn, abort, bound_ns):
         and.b32 a, n, 255;
         setp.ne.u32 p, a, 0;
         @p bra SPIN;
-        ld.relaxed.gpu.global.b32 a, [$3];
+        ld.relaxed.gpu.global.b32 a, [$3+4];
         setp.ne.u32 p, a, 0;
         @p bra DONE;
-        mov.u64 now, %globaltimer;
-        sub.u64 now, now, start;
-        setp.lt.u64 p, now, $4;
+        mov.u32 now, %globaltimer_lo;
+        sub.u32 a, now, start; mov.u32 start, now;
+        shr.u32 a, a, 10; add.u32 waited, waited, a;
+        setp.lt.u32 p, waited, $4;
         @p bra SPIN;
         DONE:
         bar.warp.sync 0xffffffff;
         shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }""",
-        "=r,l,r,l,l,~{memory}",
-        [semaphore, turn, abort, bound_ns],
+        "=r,l,r,l,r,~{memory}",
+        [semaphore, turn, workspace, bound_us],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -88,24 +90,25 @@ def await_turn(semaphore, turn, abort, bound_ns):
 
 
 @gluon.jit
-def report_timeout(record, abort, head, m_block, turn, seen):
-    """Write the first failure of a launch into ``record`` (host memory) and let every other wait end at once."""
+def report_timeout(workspace, q_tile, turn, seen):
+    """Note the first failure of a launch in the workspace header, words 1 to 4: flag, Q tile, turn, and turns seen.
+
+    The flag ends every other wait of the launch at once and makes the cast pass write NaN.
+    """
     gl.inline_asm_elementwise(
         """{ .reg .pred p; .reg .u32 lane, old;
         mov.u32 lane, %laneid; setp.ne.u32 p, lane, 0;
         @p bra DONE;
-        atom.relaxed.gpu.global.cas.b32 old, [$2], 0, 1;
+        atom.relaxed.gpu.global.cas.b32 old, [$1+4], 0, 1;
         setp.ne.u32 p, old, 0;
         @p bra DONE;
-        st.relaxed.sys.global.b32 [$1+4], $3;
-        st.relaxed.sys.global.b32 [$1+8], $4;
-        st.relaxed.sys.global.b32 [$1+12], $5;
-        st.relaxed.sys.global.b32 [$1+16], $6;
-        st.release.sys.global.b32 [$1], 1;
+        st.relaxed.gpu.global.b32 [$1+8], $2;
+        st.relaxed.gpu.global.b32 [$1+12], $3;
+        st.relaxed.gpu.global.b32 [$1+16], $4;
         DONE:
         bar.warp.sync 0xffffffff; mov.u32 $0, 0; }""",
-        "=r,l,l,r,r,r,r,~{memory}",
-        [record, abort, head, m_block, turn, seen],
+        "=r,l,r,r,r,~{memory}",
+        [workspace, q_tile, turn, seen],
         dtype=gl.int32,
         is_pure=False,
         pack=1,
@@ -116,7 +119,12 @@ def report_timeout(record, abort, head, m_block, turn, seen):
 def fence_acquired():
     """Order what was acquired before the copy engine's next access to global memory."""
     gl.inline_asm_elementwise(
-        "fence.proxy.async.global; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+        "fence.proxy.async.global; mov.u32 $0, 0;",
+        "=r,~{memory}",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
     )
 
 
@@ -125,11 +133,21 @@ def wait_reduced(PENDING: gl.constexpr):
     """Wait until all but the newest PENDING bulk operations are performed (not merely read)."""
     if PENDING == 0:
         gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+            "=r,~{memory}",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
         )
     else:
         gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 1; mov.u32 $0, 0;", "=r,~{memory}", [], dtype=gl.int32, is_pure=False, pack=1
+            "cp.async.bulk.wait_group 1; mov.u32 $0, 0;",
+            "=r,~{memory}",
+            [],
+            dtype=gl.int32,
+            is_pure=False,
+            pack=1,
         )
 
 

@@ -1,0 +1,60 @@
+"""The cast pass of the Hopper kernel: undoes the flat layout of dQ, scales it and rounds it to the output's dtype."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from dash_kernels.kernels.backward_hopper import HEADER_WORDS, ORDERED, bits, flat_order
+from dash_kernels.kernels.compat import permute_axes
+
+HEADER = tl.constexpr(HEADER_WORDS.value)
+TURNS_COUNTED = tl.constexpr(ORDERED.value)
+
+
+@triton.constexpr_function
+def row_major_order(block_m, head_dim):
+    """The permutation that undoes :func:`flat_order`."""
+    order = flat_order(block_m, head_dim)
+    return [order.index(axis) for axis in range(len(order))]
+
+
+@triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
+def cast_flat(
+    accumulated, dq, workspace, record, heads, num_m, seq_len, scale,
+    POLICY: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+):  # fmt: skip
+    """One Q tile a program: dQ (B, Sq, H, D) contiguous from the flat accumulator (heads, num_m, block_m * head_dim).
+
+    Zero where nothing was added, whatever the accumulator held. NaN everywhere once a turn has not come; then the
+    first program also copies what the workspace header says of it to ``record`` (host memory): 1, head, Q tile, turn
+    and contributions seen.
+    """
+    BITS: tl.constexpr = (BLOCK_M * HEAD_DIM).bit_length() - 1
+    tile = tl.program_id(0)
+    head = tile // num_m
+    row = (tile % num_m) * BLOCK_M
+    offsets = tl.arange(0, BLOCK_M * HEAD_DIM)
+    source = accumulated + tile.to(tl.int64) * (BLOCK_M * HEAD_DIM) + offsets
+    if POLICY == TURNS_COUNTED:
+        contributions = tl.load(workspace + HEADER + tile)
+        flat = tl.load(source, mask=offsets < contributions * (BLOCK_M * HEAD_DIM), other=0.0)
+        if tl.load(workspace + 1) != 0:
+            flat = tl.full([BLOCK_M * HEAD_DIM], float("nan"), tl.float32)
+            if tile == 0:
+                late = tl.load(workspace + 2)
+                tl.store(record + 1, late // num_m)
+                tl.store(record + 2, late % num_m)
+                tl.store(record + 3, tl.load(workspace + 3))
+                tl.store(record + 4, tl.load(workspace + 4))
+                tl.store(record, 1)
+    else:
+        flat = tl.load(source)
+    values = permute_axes(tl.reshape(flat * scale, bits(BITS)), row_major_order(BLOCK_M, HEAD_DIM))
+    values = tl.reshape(values, [BLOCK_M, HEAD_DIM]).to(dq.dtype.element_ty)
+    b = (head // heads).to(tl.int64)
+    h = head % heads
+    rows = row + tl.arange(0, BLOCK_M)
+    cols = tl.arange(0, HEAD_DIM)
+    target = dq + ((b * seq_len + rows[:, None]) * heads + h) * HEAD_DIM + cols[None, :]
+    tl.store(target, values, mask=(rows < seq_len)[:, None])

@@ -1,0 +1,262 @@
+"""Compile kernels without a GPU and without torch, and read what the compiler says of them.
+
+``python -m dash_kernels.kernels.compile --head-dim 128 --mask causal`` prints one JSON line a config;
+``--shipped`` compiles every shipped winner into Triton's cache, ahead of the first training step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from dash_kernels.device import kernel_hash
+from dash_kernels.problem import Config, padded_head_dim
+
+
+class KernelCompileError(RuntimeError):
+    """A kernel did not compile. ``log`` holds the compiler's own words."""
+
+    def __init__(self, message: str, log: str = "") -> None:
+        super().__init__(message)
+        self.log = log
+
+
+@dataclass(frozen=True, slots=True)
+class KernelResources:
+    """What ptxas reports of a backward's main kernel.
+
+    ``registers`` is the allocation at entry: the Hopper kernel's warp roles then trade registers (consumers run with
+    232). ``spill_bytes`` counts spill stores, ``shared_bytes`` dynamic shared memory; ``warnings`` holds ptxas lines
+    that cost speed, such as C75xx (serialised wgmma).
+    """
+
+    kernel: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    warnings: tuple[str, ...]
+    ptxas_version: str
+    triton_version: str
+    kernel_hash: str
+
+
+class KernelSpec(NamedTuple):
+    """One kernel specialised as a launch on aligned tensors specialises it."""
+
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    options: dict[str, Any]
+    attrs: dict[tuple[int], list[list[Any]]]
+
+
+def hopper_spec(
+    config: Config, head_dim: int, dtype: str, causal: bool, *, tail: bool = False, cooperative: bool = False
+) -> KernelSpec:  # fmt: skip
+    """The Hopper main kernel. ``tail``: a full mask whose last KV tile is cut; ``cooperative``: min_resident > 1."""
+    from dash_kernels.kernels import backward_hopper as module
+    from dash_kernels.kernels.launch import GLUON_DTYPES, POLICIES, tile_layouts
+
+    m, n, d = config.block_m, config.block_n, padded_head_dim(head_dim)
+    element = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
+    q, kv, vector, flat = tile_layouts(m, n, d, GLUON_DTYPES[f"torch.{dtype}"])
+
+    def descriptor(kind: str, block: list[int], layout: Any) -> str:
+        return f"tensordesc<{kind}{block},{layout!r}>"
+
+    types = dict.fromkeys(("q_desc", "do_desc"), descriptor(element, [1, 1, m, d], q))
+    types |= dict.fromkeys(
+        ("k_desc", "v_desc", "dk_desc", "dv_desc"), descriptor(element, [1, 1, n, d], kv)
+    )
+    types |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor("fp32", [m], vector))
+    types |= {"dq_desc": descriptor("fp32", [m * d // 256, 256], flat)}
+    types |= {"workspace": "*i32", "arrays": "*i32", "scale": "fp32", "scale_log2": "fp32"}
+    mask = module.CAUSAL_MASK if causal else module.TAIL_MASK if tail else module.NO_MASK
+    constexprs = {
+        "MASK": mask.value, "M": m, "N": n, "D": d, "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages,
+        "POLICY": POLICIES[config.policy], "DEFERRED": config.signal == "deferred", "ORDER_OF_START": cooperative,
+    }  # fmt: skip
+    names = module.backward_hopper.arg_names
+    signature = {
+        name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names
+    }
+    attrs = {
+        (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"
+    }
+    options = {
+        "num_warps": config.num_warps,
+        "enable_fp_fusion": True,
+        "launch_cooperative_grid": cooperative,
+    }
+    return KernelSpec(module.backward_hopper, signature, constexprs, options, attrs)
+
+
+def main_spec(config: Config, head_dim: int, dtype: str, causal: bool) -> Any:
+    """The main kernel of a backward on either backend."""
+    if config.backend == "hopper":
+        return hopper_spec(config, head_dim, dtype, causal)
+    from dash_kernels.kernels.backward_portable import compile_specs
+
+    return compile_specs(config, padded_head_dim(head_dim), dtype, causal)[0]
+
+
+def compile_spec(spec: Any, capability: tuple[int, int]) -> KernelResources:
+    """Compile one kernel for a chip and read its resources. Raises KernelCompileError naming compiler and chip."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
+    from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
+
+    number = capability[0] * 10 + capability[1]
+    arch = sm_arch_from_capability(number)
+    ptxas_version = _ptxas_version(get_ptxas, number, arch, triton.__version__)
+    names = list(spec.signature)
+    constexprs = {(names.index(name),): value for name, value in spec.constexprs.items()}
+    source_type = GluonASTSource if spec.kernel.is_gluon() else ASTSource
+    source = source_type(
+        spec.kernel, dict(spec.signature), constexprs=constexprs, attrs=dict(spec.attrs)
+    )
+    where = f"{spec.kernel.__name__} for {arch} with Triton {triton.__version__}"
+    try:
+        compiled = triton.compile(
+            source, target=GPUTarget("cuda", number, 32), options=dict(spec.options)
+        )
+    except Exception as error:  # Triton raises its own types, MLIR's RuntimeError and ptxas's, all of which mean this
+        raise KernelCompileError(
+            f"could not compile {where}: {type(error).__name__}", str(error)
+        ) from error
+    with tempfile.TemporaryDirectory() as folder:
+        ptx = Path(folder, "kernel.ptx")
+        ptx.write_text(compiled.asm["ptx"])
+        fused = [] if spec.options.get("enable_fp_fusion", True) else ["--fmad=false"]
+        command = [
+            get_ptxas(number).path,
+            "-v",
+            *fused,
+            f"--gpu-name={arch}",
+            str(ptx),
+            "-o",
+            str(ptx) + ".o",
+        ]
+        report = subprocess.run(command, capture_output=True, text=True, check=False)
+    log = report.stdout + report.stderr
+    registers, spills = (
+        re.search(r"Used (\d+) registers", log),
+        re.search(r"(\d+) bytes spill stores", log),
+    )
+    if report.returncode or not registers or not spills:
+        raise KernelCompileError(f"ptxas gave no resource report of {where}", log)
+    return KernelResources(
+        spec.kernel.__name__, int(registers[1]), int(spills[1]), compiled.metadata.shared,
+        tuple(line.strip() for line in log.splitlines() if re.search(r"C7\d{3}|Potential Performance Loss", line)),
+        ptxas_version, triton.__version__, kernel_hash(),
+    )  # fmt: skip
+
+
+def _ptxas_version(get_ptxas: Any, number: int, arch: str, triton_version: str) -> str:
+    """The version of the ptxas that Triton will run; KernelCompileError with the remedy where there is none."""
+    remedy = f"Triton {triton_version} cannot compile for {arch}: unset TRITON_PTXAS_PATH or point it to CUDA's ptxas"
+    try:
+        path = get_ptxas(number).path
+        printed = subprocess.run(
+            [path, "--version"], capture_output=True, text=True, timeout=60, check=False
+        )
+    except (RuntimeError, AttributeError, OSError, subprocess.SubprocessError) as error:
+        raise KernelCompileError(f"ptxas does not run; {remedy}", str(error)) from error
+    version = re.search(r"release (\S+), V(\S+)", printed.stdout)
+    if printed.returncode or not version:
+        raise KernelCompileError(f"{path} is no ptxas; {remedy}", printed.stdout + printed.stderr)
+    return version[2]
+
+
+def compile_backward(
+    config: Config, *, head_dim: int, dtype: str = "bfloat16", causal: bool, capability: tuple[int, int] = (9, 0)
+) -> KernelResources:  # fmt: skip
+    """Resources of the main kernel that ``config`` runs. Raises KernelCompileError."""
+    return compile_spec(main_spec(config, head_dim, dtype, causal), capability)
+
+
+def _shipped(max_head_dim: int) -> list[tuple[str, str, int, bool, Config, tuple[int, int]]]:
+    """Kernels of the shipped winners, each once: (gpu, dtype, head_dim, causal, config, capability)."""
+    from dash_kernels.device import resolve_gpu
+    from dash_kernels.lookup import TABLES, LookupTable, shipped_gpus
+
+    found = {}
+    for gpu in shipped_gpus():
+        table = LookupTable.load(TABLES / f"{gpu}.json")
+        for cell in table.cells:
+            if cell.problem.head_dim > max_head_dim or cell.direction != "backward":
+                continue
+            problem = cell.problem
+            config = cell.served.config.with_(
+                schedule="ascending", group=1, launch_order="ascending", heads_interleaved=1
+            )
+            capability = resolve_gpu(table.gpu).capability
+            key = (capability, problem.dtype, problem.head_dim, problem.mask, config)
+            found.setdefault(
+                key,
+                (table.gpu, problem.dtype, problem.head_dim, problem.causal, config, capability),
+            )
+    return list(found.values())
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m dash_kernels.kernels.compile", description=__doc__
+    )
+    parser.add_argument(
+        "--shipped", action="store_true", help="every shipped winner instead of one config"
+    )
+    parser.add_argument("--max-head-dim", type=int, default=128)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--mask", choices=("full", "causal"), default="causal")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
+    parser.add_argument("--capability", default="9.0", help="compute capability, for instance 9.0")
+    parser.add_argument("--config", default="{}", help="JSON fields that differ from Config()")
+    options = parser.parse_args(arguments)
+    try:
+        major, minor = (int(part) for part in options.capability.split("."))
+        if options.shipped:
+            work = _shipped(options.max_head_dim)
+        else:
+            config = Config.from_dict(json.loads(options.config))
+            work = [
+                (
+                    "",
+                    options.dtype,
+                    options.head_dim,
+                    options.mask == "causal",
+                    config,
+                    (major, minor),
+                )
+            ]
+        for gpu, dtype, head_dim, causal, config, capability in work:
+            found = compile_backward(
+                config, head_dim=head_dim, dtype=dtype, causal=causal, capability=capability
+            )
+            shape = {
+                "gpu": gpu,
+                "head_dim": head_dim,
+                "dtype": dtype,
+                "mask": "causal" if causal else "full",
+            }
+            print(json.dumps({**shape, "config": config.to_dict(), **asdict(found)}), flush=True)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KernelCompileError as error:
+        print(f"error: {error}\n{error.log[-2000:]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

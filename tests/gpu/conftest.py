@@ -30,11 +30,11 @@ def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
     """Compile the kernels of a long run in several processes; what fails there fails again in its own test."""
     if len(request.session.items) < 50 or "PYTEST_XDIST_WORKER" in os.environ:
         return
-    from warm_kernels import GROUPS
+    from warm_kernels import JOBS
 
     command = [sys.executable, str(HERE / "warm_kernels.py")]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    workers = [subprocess.Popen([*command, str(i)], **quiet) for i in range(len(GROUPS))]
+    workers = [subprocess.Popen([*command, str(i)], **quiet) for i in range(len(JOBS))]
     deadline = time.monotonic() + WARM_UP_SECONDS
     for worker in workers:
         try:

@@ -56,6 +56,36 @@ def min_resident(config: Config, problem: Problem) -> int:
     return check(schedule, Launch.for_config(config), heads).min_resident
 
 
+LEFT_OUT: tuple[dict[str, Any], ...] = (
+    {"launch_order": "ascending"},
+    {"launch_order": "descending"},
+    {"heads_interleaved": 2},
+    {"heads_interleaved": 0},
+    {"num_stages": 1},
+    {"num_stages": 2},
+    {"num_stages": 3},
+    {"dq_stages": 3},
+    {"signal": "plain"},
+    {"signal": "deferred"},
+)
+NUMERICS_CASES = (
+    ("shortest_first", "causal", 128),
+    ("ascending", "full", 64),
+)  # (kind, mask, head_dim)
+
+
+def numerics_case(kind: str, mask: str, head_dim: int, backend: str) -> tuple[Problem, Config]:
+    return Problem(mask, head_dim, 777, batch=2, heads=3), config_for(kind, backend, head_dim)
+
+
+def same_key_configs(config: Config, problem: Problem) -> list[Config]:
+    """Configs that differ from ``config`` only in what a numerics key leaves out, and that this chip runs."""
+    gpu = current_gpu()
+    others = [config.with_(**change) for change in LEFT_OUT]
+    runnable = [other for other in others if supports(other, problem, gpu.capability)]
+    return [other for other in runnable if min_resident(other, problem) <= gpu.sms // 2]
+
+
 def backward_call(problem: Problem, config: Config, seed: int = 0) -> Any:
     """A function without arguments that runs one backward of ``problem`` and returns (dq, dk, dv)."""
     from dash_kernels.kernels.forward import forward

@@ -2,53 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-from gpu_cases import BACKENDS, backward_call, config_for, min_resident, torch
+from gpu_cases import (
+    BACKENDS,
+    NUMERICS_CASES,
+    backward_call,
+    config_for,
+    numerics_case,
+    same_key_configs,
+    torch,
+)
 
 from dash_kernels.device import current_gpu, environment
 from dash_kernels.numerics import config_key, numerics_key, require_numerics
 from dash_kernels.problem import Problem, supports
 from dash_kernels.testing import GRADIENTS, assert_bits_equal, first_difference
 
-LEFT_OUT: tuple[dict[str, Any], ...] = (
-    {"launch_order": "ascending"},
-    {"launch_order": "descending"},
-    {"heads_interleaved": 2},
-    {"heads_interleaved": 0},
-    {"num_stages": 1},
-    {"num_stages": 2},
-    {"num_stages": 3},
-    {"dq_stages": 3},
-    {"signal": "plain"},
-    {"signal": "deferred"},
-)
 
-
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("kind", "mask"), [("shortest_first", "causal"), ("ascending", "full")])
+@pytest.mark.parametrize(("kind", "mask", "head_dim"), NUMERICS_CASES)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_equal_keys_give_equal_bits(backend: str, kind: str, mask: str, head_dim: int) -> None:
-    problem = Problem(mask, head_dim, 777, batch=2, heads=3)
-    config = config_for(kind, backend, head_dim)
+    problem, config = numerics_case(kind, mask, head_dim, backend)
     gpu, here = current_gpu(), environment()
     if not supports(config, problem, gpu.capability):
         pytest.skip(supports(config, problem, gpu.capability).reason)
     key = config_key(config, dtype=problem.dtype, head_dim=head_dim, environment=here)
     expected = backward_call(problem, config)()
-    tried = 0
-    for change in LEFT_OUT:
-        other = config.with_(**change)
-        if not supports(other, problem, gpu.capability) or min_resident(other, problem) > gpu.sms:
-            continue
-        tried += 1
+    others = same_key_configs(config, problem)
+    assert len(others) >= 5
+    for other in others:
         assert config_key(other, dtype=problem.dtype, head_dim=head_dim, environment=here) == key
         call = backward_call(problem, other)
         for grads in (call(), call(sm_margin=gpu.sms // 4)):
             for name, x, y in zip(GRADIENTS, grads, expected, strict=True):
-                assert_bits_equal(x, y, f"{change} {name}")
-    assert tried >= 5
+                assert_bits_equal(x, y, f"{other.label()} {name}")
 
 
 def test_other_visits_or_tiles_are_another_key_and_other_bits() -> None:

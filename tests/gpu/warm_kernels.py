@@ -1,10 +1,11 @@
 """Compiles what the tests of this folder launch, in several processes at once, into Triton's cache on disk.
 
-``python warm_kernels.py INDEX`` does one group of them, whose kernels no other group shares; conftest.py starts all.
+``python warm_kernels.py INDEX`` does one job of them; conftest.py starts all.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from pathlib import Path
 
@@ -13,7 +14,17 @@ sys.path[:0] = [
     str(Path(__file__).resolve().parent),
 ]
 
-from gpu_cases import BACKENDS, KINDS, LENGTHS, backward_call, config_for, torch  # noqa: E402
+from gpu_cases import (  # noqa: E402
+    BACKENDS,
+    KINDS,
+    LENGTHS,
+    NUMERICS_CASES,
+    backward_call,
+    config_for,
+    numerics_case,
+    same_key_configs,
+    torch,
+)
 
 from dash_kernels.device import current_gpu  # noqa: E402
 from dash_kernels.problem import Problem, supports  # noqa: E402
@@ -46,5 +57,22 @@ def warm(backend: str, mask: str, head_dim: int, dtype: str) -> None:
     torch.cuda.synchronize()
 
 
+def warm_numerics(kind: str, mask: str, head_dim: int, backend: str) -> None:
+    problem, config = numerics_case(kind, mask, head_dim, backend)
+    if supports(config, problem, current_gpu().capability):
+        for other in same_key_configs(config, problem):
+            backward_call(problem, other)()
+    torch.cuda.synchronize()
+
+
+JOBS = [
+    *(functools.partial(warm, *group) for group in GROUPS),
+    *(
+        functools.partial(warm_numerics, *case, backend)
+        for case in NUMERICS_CASES
+        for backend in BACKENDS
+    ),
+]
+
 if __name__ == "__main__":
-    warm(*GROUPS[int(sys.argv[1])])
+    JOBS[int(sys.argv[1])]()

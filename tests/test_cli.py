@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from processes import gone_within
 
 import tuner.command
 import tuner.doctor
@@ -164,6 +165,20 @@ def test_doctor_lists_every_check_and_fails_without_a_gpu(
     assert {"gpu", "driver", "torch", "triton", "ptxas", "compiler", "headers"} <= set(checks)
     assert checks["gpu"]["state"] == "missing"
     assert checks["gpu"]["remedy"]
+
+
+def test_a_ptxas_that_hangs_is_a_warning_and_leaves_no_child(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "ptxas"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/pid\nsleep 600\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("TRITON_PTXAS_PATH", str(script))
+    monkeypatch.setattr(tuner.doctor, "PTXAS_TIMEOUT_S", 0.5)
+    check = tuner.doctor.ptxas((9, 0))
+    assert check.state == "warning"
+    assert "did not answer" in check.found
+    assert gone_within(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("hidden", ["", "-1"])

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from processes import alive, gone_within
 
 from tuner.engines.local import Pool
 from tuner.worker import Worker, WorkerStartError
@@ -28,21 +29,6 @@ def worker() -> Iterator[Worker]:
     made = Worker(ECHO, {"name": "one"}, {"CUDA_VISIBLE_DEVICES": "GPU-1"})
     yield made
     made.kill()
-
-
-def alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
-
-
-def gone_within(pid: int, seconds: float) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive(pid) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return not alive(pid)
 
 
 def pid_in(file: Path) -> int:

@@ -50,11 +50,12 @@ def sweep(
     fresh: Annotated[bool, typer.Option(help="Do again what has a row. Default: resume.")] = False,
     retry: Annotated[bool, typer.Option(help="Do again what timed out or died.")] = False,
     timeout: Annotated[
-        float, typer.Option(help="Seconds for one config on the GPU.", min=1.0)
-    ] = 60.0,
+        float | None, typer.Option(help="Seconds for one config. Default: 60.", min=1.0)
+    ] = None,
     compile_timeout: Annotated[
-        float, typer.Option(help="Seconds for one compile.", min=1.0)
-    ] = 240.0,
+        float | None,
+        typer.Option(help="Seconds for one compile. Default: --timeout, else 240.", min=1.0),
+    ] = None,
     jobs: Annotated[
         int, typer.Option(help="Compile processes. Default: the CPU cores.", min=0)
     ] = 0,
@@ -97,8 +98,8 @@ def sweep(
         filters=filters,
         db=db,
         budget_s=parse_duration(budget) if budget else 0.0,
-        timeout_s=timeout,
-        compile_timeout_s=compile_timeout,
+        timeout_s=timeout or 60.0,
+        compile_timeout_s=compile_timeout or timeout or 240.0,
         jobs=jobs,
         engine=engine,
         fresh=fresh,

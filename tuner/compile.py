@@ -21,22 +21,18 @@ MATRIX_SHARE = {64: 0.56, 128: 0.68}
 REDUCE_SHARE = 0.3  # r / c, the model's default
 
 
-def kernel_identity(problem: Problem, config: Config, persistent: bool = False) -> str:
+def kernel_identity(problem: Problem, config: Config, cooperative: bool = False) -> str:
     """Names the compiled kernel of a candidate: equal for candidates that run the same machine code.
 
-    ``persistent`` is the cooperative form that a kind with min_resident > 1 runs as.
+    ``cooperative`` is the form that a kind with min_resident > 1 runs as. The portable kernel keeps only the loops that
+    its schedule needs, so there the kind is part of the name.
     """
-    shared = replace(
-        config, schedule="ascending", group=1, launch_order="ascending", heads_interleaved=1
-    )
-    kernel = [
-        shared.to_dict(),
-        padded_head_dim(problem.head_dim),
-        problem.dtype,
-        problem.mask,
-        persistent,
-    ]
-    return json.dumps(kernel, sort_keys=True)
+    shared = replace(config, launch_order="ascending", heads_interleaved=1)
+    if config.backend == "hopper":
+        shared = replace(shared, schedule="ascending", group=1)
+    shape = [padded_head_dim(problem.head_dim), problem.dtype, problem.mask]
+    cut = [problem.seq_len % config.block_m != 0, problem.seq_len_kv % config.block_n != 0]
+    return json.dumps([shared.to_dict(), shape, cut, cooperative], sort_keys=True)
 
 
 def schedule_identity(problem: Problem, config: Config) -> str:
@@ -63,30 +59,52 @@ def prove(problem: Problem, config: Config) -> int:
         raise CandidateError("constraints", str(error)) from error
 
 
-def compile_kernel(problem: Problem, config: Config, capability: tuple[int, int]) -> dict[str, Any]:
-    """Registers, spill bytes and shared memory of a candidate's kernel, read off its cubin.
+def compile_kernel(
+    problem: Problem, config: Config, capability: tuple[int, int], cooperative: bool
+) -> dict[str, Any]:
+    """Registers, spill bytes and shared memory of a candidate's main kernel, read off its cubin.
 
-    Raises CandidateError (compile) with the compiler's own words.
+    Its other kernels are compiled too, into Triton's cache. Raises CandidateError (compile) with the compiler's words.
     """
-    from dash_kernels.kernels.compile import KernelCompileError, compile_backward
+    from dash_kernels.kernels.compile import KernelCompileError, compile_spec
 
     try:
-        resources = compile_backward(
+        specs = _specs(problem, config, capability, cooperative)
+        main, *_ = [compile_spec(spec, capability) for spec in specs]
+    except KernelCompileError as error:
+        raise CandidateError("compile", f"{error}\n{error.log}".strip()) from error
+    return {
+        "registers": main.registers,
+        "spill_bytes": main.spill_bytes,
+        "shared_bytes": main.shared_bytes,
+        "warnings": list(main.warnings),
+    }
+
+
+def _specs(
+    problem: Problem, config: Config, capability: tuple[int, int], cooperative: bool
+) -> list[Any]:
+    """The kernels to compile for a candidate, the main one first."""
+    dim, dtype, causal = padded_head_dim(problem.head_dim), problem.dtype, problem.causal
+    if config.backend == "hopper":
+        from dash_kernels.kernels.compile import hopper_spec
+
+        tail = problem.seq_len_kv % config.block_n != 0
+        return [hopper_spec(config, dim, dtype, causal, tail=tail, cooperative=cooperative)]
+    from dash_kernels.kernels.backward_portable import compile_specs
+
+    ragged = problem.seq_len % config.block_m != 0
+    return list(
+        compile_specs(
             config,
-            head_dim=padded_head_dim(problem.head_dim),
-            dtype=problem.dtype,
-            causal=problem.causal,
+            dim,
+            dtype,
+            causal,
+            ragged=ragged,
+            persistent=cooperative,
             capability=capability,
         )
-    except KernelCompileError as error:
-        log = str(getattr(error, "log", "") or "").strip()
-        raise CandidateError("compile", f"{error}\n{log}".strip()) from error
-    return {
-        "registers": resources.registers,
-        "spill_bytes": resources.spill_bytes,
-        "shared_bytes": resources.shared_bytes,
-        "warnings": list(resources.warnings),
-    }
+    )
 
 
 def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
@@ -131,7 +149,7 @@ class Compiler:
         if task["kind"] == "prove":
             return {"min_resident": prove(problem, config)}
         if task["kind"] == "compile":
-            return compile_kernel(problem, config, self.capability)
+            return compile_kernel(problem, config, self.capability, task["cooperative"])
         if self.gpu is None:
             raise CandidateError("constraints", "the model needs a GPU whose data sheet is known")
         return {"predicted": self._predict(problem, config, self.gpu)}

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dash_kernels.device import run_bounded
 from tuner.nvml import VisibleGpu, session, throttle_names, visible_gpus
 
 PTXAS_TIMEOUT_S = 5.0
@@ -154,14 +155,7 @@ def ptxas(capability: tuple[int, int]) -> Check:
     remedy = f"Triton {triton} needs it to build for {arch}: "
     remedy += "unset TRITON_PTXAS_PATH" if override else "reinstall triton"
     try:
-        answer = subprocess.run(
-            [path, "--version"],
-            capture_output=True,
-            text=True,
-            timeout=PTXAS_TIMEOUT_S,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        answer = run_bounded([path, "--version"], PTXAS_TIMEOUT_S)
     except subprocess.TimeoutExpired:
         return Check(
             "ptxas",

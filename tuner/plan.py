@@ -77,12 +77,15 @@ class Summary:
 
 @dataclass
 class Item:
-    """A candidate on its way: its proof and its kernel have to be there before it can run."""
+    """A candidate on its way: its proof and its kernel have to be there before it can run.
+
+    Which kernel it is, is known once the proof has said whether it runs as a cooperative launch.
+    """
 
     candidate: Candidate
     hash: str
     prove_key: str
-    kernel_key: str
+    kernel_key: str = ""
     state: str = "waiting"  # waiting, running, done
 
     @property

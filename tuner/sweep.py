@@ -7,6 +7,7 @@ because what has a row is not done again.
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing.connection import wait
@@ -50,7 +51,9 @@ class Sweep:
         self.summary = Summary()
         self.items = [self._item(candidate) for candidate in candidates]
         self.prepared: dict[tuple[str, str], Reply] = {}
-        self.preparing: list[tuple[str, str, Item]] = []
+        self.preparing: deque[tuple[str, str, Item]] = deque()
+        self.compiles: deque[tuple[str, str, Item]] = deque()
+        self.begun: set[tuple[str, str]] = set()
         self.warm: set[tuple[int, str]] = set()
         self.baselines: dict[Problem, Config] = {}
         self.baseline_items = {item.problem: item for item in self.items if self._is_baseline(item)}
@@ -130,11 +133,12 @@ class Sweep:
             for slot, item, reply in finished:
                 self._measured(slot, item, reply)
         for _, key, reply in self.compilers.poll():
-            self.prepared[key] = reply
+            self._prepared(key, reply)
 
     def _drain(self) -> None:
         """Let the candidates on the GPUs finish: at most one each, bounded by their timeout."""
-        self.preparing = []
+        self.preparing.clear()
+        self.compiles.clear()
         while self.gpus is not None and self.gpus.busy and self._stop != "interrupt":
             for slot, item, reply in self.gpus.poll():
                 self._measured(slot, item, reply)
@@ -149,7 +153,6 @@ class Sweep:
             candidate,
             config_hash(problem, config, self.settings.source),
             schedule_identity(problem, config),
-            kernel_identity(problem, config),
         )
 
     def _resume(self) -> None:
@@ -168,6 +171,9 @@ class Sweep:
             if item.hash in known:
                 item.state = "done"
         self.items = [item for item in self.items if item.hash not in known]
+        wanted = {item.kernel_key for item in self.items}
+        self.begun -= {task[:2] for task in self.compiles if task[1] not in wanted}
+        self.compiles = deque(task for task in self.compiles if task[1] in wanted)
         usable = set()
         sweep = ":".join(self.run_info.sweep[1:])
         for row, name in self.store.candidates(self.settings.gpu, source=self.settings.source):
@@ -179,30 +185,44 @@ class Sweep:
         self.summary.usable = len(usable)
         self.summary.failed_before = len(known) - len(usable)
 
-    def _preparations(self) -> list[tuple[str, str, Item]]:
-        """Proofs and compiles in the order in which candidates need them, each once, last first."""
+    def _preparations(self) -> deque[tuple[str, str, Item]]:
+        """Proofs (and predictions) in the order in which candidates need them, each once."""
         needed: dict[tuple[str, str], Item] = {}
         for item in self.items:
-            if not item.candidate.runnable:
-                continue
-            needed.setdefault(("prove", item.prove_key), item)
-            needed.setdefault(("compile", item.kernel_key), item)
-            if self.settings.simulate:
-                needed.setdefault(("predict", item.hash), item)
-        begun = {*self.prepared, *(slot.ticket for slot in self.compilers.slots)}
-        return [(*key, item) for key, item in reversed(needed.items()) if key not in begun]
+            if item.candidate.runnable and item.state == "waiting":
+                needed.setdefault(("prove", item.prove_key), item)
+                if self.settings.simulate:
+                    needed.setdefault(("predict", item.hash), item)
+        return deque((*key, item) for key, item in needed.items() if key not in self.begun)
 
     def _hand_out_preparations(self) -> None:
         for slot in self.compilers.idle_slots():
-            if not self.preparing:
+            queue = self.compiles or self.preparing
+            if not queue:
                 break
-            kind, key, item = self.preparing.pop()
+            kind, key, item = queue.popleft()
+            self.begun.add((kind, key))
             task = {
                 "kind": kind,
                 "problem": item.problem.to_dict(),
                 "config": item.config.to_dict(),
+                "cooperative": self._residents(item) > 1,
             }
             self.compilers.submit(slot, (kind, key), task, self.settings.compile_timeout_s)
+
+    def _prepared(self, key: tuple[str, str], reply: Reply) -> None:
+        """Keep what a compile process found; a proof names the kernels that its candidates need next."""
+        self.prepared[key] = reply
+        if key[0] != "prove" or not reply.ok:
+            return
+        for item in self.items:
+            if item.prove_key != key[1] or item.state != "waiting":
+                continue
+            cooperative = self._residents(item) > 1
+            item.kernel_key = kernel_identity(item.problem, item.config, cooperative)
+            if ("compile", item.kernel_key) not in self.begun:
+                self.begun.add(("compile", item.kernel_key))
+                self.compiles.append(("compile", item.kernel_key, item))
 
     def _hand_out(self) -> None:
         self._hand_out_preparations()

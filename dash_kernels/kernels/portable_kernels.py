@@ -157,12 +157,16 @@ def unflatten(vector, ROWS: tl.constexpr, COLS: tl.constexpr, NUM_WARPS: tl.cons
 
 
 @triton.jit
-def masked(p, rows, cols, offset, seq_len_kv, CAUSAL: tl.constexpr):
-    """P with zeros where the key lies past the end or, bottom-right aligned, after the query."""
-    keep = cols < seq_len_kv
+def first_rows(col, row, seq_len, seq_len_kv, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
+    """For each key from ``col`` on, the first row of the Q tile at ``row`` that sees it: beyond any tile for no row.
+
+    A causal mask is aligned bottom-right. One value a key, and none a query, keeps the masked loop's registers down.
+    """
+    cols = col + tl.arange(0, BLOCK_N)
     if CAUSAL:
-        keep = keep & (cols <= rows + offset)
-    return tl.where(keep, p, 0.0)
+        first = tl.where(cols < seq_len_kv, cols - (seq_len_kv - seq_len), 2147483647)
+        return first - row
+    return tl.where(cols < seq_len_kv, 0, 2147483647)
 
 
 @triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
@@ -215,8 +219,8 @@ def walk(
         scores = tl.dot(k, tl.trans(q_tile))
         p = tl.math.exp2(scores * scale_log2 - tl.load(lse2 + rows)[None, :])
         if MASK:
-            cols = n_block * BLOCK_N + tl.arange(0, BLOCK_N)
-            p = masked(p, rows[None, :], cols[:, None], seq_len_kv - seq_len, seq_len_kv, CAUSAL)
+            first_row = first_rows(n_block * BLOCK_N, row, seq_len, seq_len_kv, CAUSAL, BLOCK_N)
+            p = tl.where(first_row[:, None] <= tl.arange(0, BLOCK_M)[None, :], p, 0.0)
         dout_tile = load_tile(dout, stride_gs, row, seq_len, RAGGED, BLOCK_M, HEAD_DIM)
         dv = tl.dot(p.to(k.dtype), dout_tile, dv)
         dp = tl.dot(v, tl.trans(dout_tile))
@@ -339,9 +343,8 @@ def add_kv_tiles(
         v_tile = load_tile(v, stride_vs, col, seq_len_kv, MASK, BLOCK_N, HEAD_DIM)
         p = tl.math.exp2(tl.dot(q, tl.trans(k_tile)) * scale_log2 - lse2[:, None])
         if MASK:
-            rows = row + tl.arange(0, BLOCK_M)
-            cols = col + tl.arange(0, BLOCK_N)
-            p = masked(p, rows[:, None], cols[None, :], seq_len_kv - seq_len, seq_len_kv, CAUSAL)
+            first_row = first_rows(col, row, seq_len, seq_len_kv, CAUSAL, BLOCK_N)
+            p = tl.where(first_row[None, :] <= tl.arange(0, BLOCK_M)[:, None], p, 0.0)
         ds = (p * (tl.dot(dout, tl.trans(v_tile)) - delta[:, None])).to(q.dtype)
         dq = tl.dot(ds, k_tile, dq)
     return dq

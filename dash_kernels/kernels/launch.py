@@ -67,7 +67,7 @@ def backward(
     if config.backend == "portable":
         return backward_portable(
             dout, q, k, v, out, lse, config=config, causal=causal, scale=scale, allow_resident=allow_resident,
-            sm_margin=sm_margin,
+            sm_margin=sm_margin, watchdog_seconds=watchdog_seconds,
         )  # fmt: skip
     import torch
 

@@ -12,6 +12,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from sqlalchemy.exc import DBAPIError, OperationalError
 from starlette.exceptions import HTTPException
+from starlette.routing import compile_path
 
 from tuner.results.rows import StoreError
 
@@ -108,10 +109,18 @@ def install(app: FastAPI, retry_after_s: int) -> None:
 
     @app.exception_handler(HTTPException)
     async def _http(request: Request, error: HTTPException) -> JSONResponse:
-        detail = str(error.detail)
-        if error.status_code == 404 and detail == "Not Found":
+        status, detail = error.status_code, str(error.detail)
+        headers = dict(error.headers or {})
+        parameter = None
+        if status == 404 and detail == "Not Found":
             detail = f"there is nothing at {request.url.path}; the calls are listed at /docs"
-        return problem_response(error.status_code, detail, headers=dict(error.headers or {}))
+        elif status == 405:
+            allowed = ", ".join(sorted(_methods(app, _own_path(request))))
+            detail = f"{request.method} is not allowed at {request.url.path}; use {allowed}"
+            headers["Allow"] = allowed
+        elif status == 400 and request.method == "POST":
+            status, parameter, detail = 422, "body", "the body is not JSON in UTF-8"
+        return problem_response(status, detail, parameter=parameter, headers=headers)
 
     @app.exception_handler(StoreError)
     async def _store(_: Request, error: StoreError) -> JSONResponse:
@@ -129,3 +138,19 @@ def install(app: FastAPI, retry_after_s: int) -> None:
     async def _unexpected(_: Request, error: Exception) -> JSONResponse:
         log.error("unexpected failure", exc_info=error)
         return problem_response(500, "the server failed on this request; its log says why")
+
+
+def _own_path(request: Request) -> str:
+    """The path below the prefix of a proxy, whether the proxy took it off or not."""
+    return str(request.scope["path"]).removeprefix(request.scope.get("root_path", "").rstrip("/"))
+
+
+def _methods(app: FastAPI, path: str) -> set[str]:
+    """What the calls at ``path`` can be asked with, by the OpenAPI document; pages take GET."""
+    found = {
+        method.upper()
+        for template, item in app.openapi()["paths"].items()
+        if compile_path(template)[0].match(path)
+        for method in item
+    }
+    return found or {"GET"}

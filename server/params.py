@@ -45,8 +45,8 @@ def _digits(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, BeforeValidator(_digits), Field(ge=1, le=LARGEST)]
-RowId = Annotated[int, BeforeValidator(_digits), Field(ge=0, le=LARGEST_ID)]
+Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_digits)]
+RowId = Annotated[int, Field(ge=0, le=LARGEST_ID), BeforeValidator(_digits)]
 
 
 def _gpu_key(value: str) -> str:
@@ -61,22 +61,22 @@ GpuName = Annotated[str, AfterValidator(_gpu_key), Field(min_length=1, max_lengt
 
 
 def _zoned(value: Any) -> Any:
-    if isinstance(value, str):
-        try:
-            # A '+' in a query string that was not escaped arrives as a space.
-            value = datetime.fromisoformat(value.replace("Z", "+00:00").replace(" ", "+"))
-        except ValueError:
-            raise ValueError("it must be an RFC 3339 time such as 2026-01-01T21:00:00Z") from None
-    if isinstance(value, datetime):
-        if value.tzinfo is None:
-            raise ValueError(
-                "it has no time zone; write it with Z or an offset, such as 2026-01-01T21:00:00Z"
-            )
-        try:
-            return value.astimezone(timezone.utc)
-        except OverflowError:
-            raise ValueError("it is out of range") from None
-    return value
+    """A time in UTC out of RFC 3339 text."""
+    if not isinstance(value, str):
+        raise ValueError("it must be an RFC 3339 time such as 2026-01-01T21:00:00Z")
+    try:
+        # A '+' in a query string that was not escaped arrives as a space.
+        time = datetime.fromisoformat(value.upper().replace("Z", "+00:00").replace(" ", "+"))
+    except ValueError:
+        raise ValueError("it must be an RFC 3339 time such as 2026-01-01T21:00:00Z") from None
+    if time.tzinfo is None:
+        raise ValueError(
+            "it has no time zone; write it with Z or an offset, such as 2026-01-01T21:00:00Z"
+        )
+    try:
+        return time.astimezone(timezone.utc)
+    except OverflowError:
+        raise ValueError("it is out of range") from None
 
 
 Time = Annotated[datetime, BeforeValidator(_zoned)]
@@ -166,7 +166,7 @@ class ResultsQuery(Shape):
     )
     until: Time | None = Field(None, description="Rows stored at or before this time.")
     cursor: RowId = Field(0, description="`next_cursor` of the page before.")
-    limit: Annotated[int, BeforeValidator(_digits), Field(ge=1, le=1000)] = 100
+    limit: Annotated[int, Field(ge=1, le=1000), BeforeValidator(_digits)] = 100
     format: Literal["json", "csv", "parquet"] = "json"
 
 
@@ -181,13 +181,13 @@ class ScheduleQuery(Strict):
     block_m: Count = 64
     block_n: Count = 128
     group: Count = 1
-    slots: Annotated[int, BeforeValidator(_digits), Field(ge=1, le=4096)] = 132
-    heads: Annotated[int, BeforeValidator(_digits), Field(ge=1, le=256)] = 1
+    slots: Annotated[int, Field(ge=1, le=4096), BeforeValidator(_digits)] = 132
+    heads: Annotated[int, Field(ge=1, le=256), BeforeValidator(_digits)] = 1
     c: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 1.0
     r: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.3
     l: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0  # noqa: E741  (design.md's letter)
     launch_order: Order | None = None
-    heads_interleaved: Annotated[int, BeforeValidator(_digits), Field(ge=0, le=256)] = 1
+    heads_interleaved: Annotated[int, Field(ge=0, le=256), BeforeValidator(_digits)] = 1
 
 
 class NoQuery(Strict):

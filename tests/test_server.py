@@ -322,10 +322,12 @@ def test_bad_rows_write_nothing(writable: TestClient, empty: Store) -> None:
         answer = writable.post("/results", json=body_of(row), headers=TOKEN)
         assert answer.status_code == 422
         assert answer.json()["parameter"] == parameter
-    broken = writable.post(
-        "/results", content=b"{", headers={**TOKEN, "Content-Type": "application/json"}
-    )
-    assert broken.status_code == 422
+    for content in (b"{", b"\xff\xfe", b""):
+        broken = writable.post(
+            "/results", content=content, headers={**TOKEN, "Content-Type": "application/json"}
+        )
+        assert broken.status_code == 422
+        assert "body" in broken.json()["parameter"]
     assert empty.last_result_id() == 0
     assert empty.runs() == []
 
@@ -469,4 +471,6 @@ def test_every_answer_is_guarded(client: TestClient) -> None:
         assert headers["x-content-type-options"] == "nosniff"
     lost = client.get("/nowhere")
     assert lost.headers["content-type"] == "application/problem+json"
-    assert client.delete("/best").status_code == 405
+    refused = client.delete("/results")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "GET, POST")
+    assert "DELETE" in refused.json()["detail"]

@@ -103,7 +103,7 @@ class FakeMeasurer:
 
 
 class FakeCompiler:
-    """Proves for real; "compiles" at once, or fails as ``DASH_FAKE_COMPILE`` says (fail, hang)."""
+    """Proves for real; "compiles" at once, or fails as ``DASH_FAKE_COMPILE`` says (fail, hang, large)."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self.info: dict[str, Any] = {}
@@ -126,7 +126,9 @@ class FakeCompiler:
             raise CandidateError("compile", "ptxas fatal: out of registers")
         if how == "hang":
             time.sleep(600)
-        return {"registers": 168, "spill_bytes": 0, "shared_bytes": 214016}
+        large = how == "large" and task["config"]["signal"] == "plain"
+        shared = 240000 if large else 214016
+        return {"registers": 168, "spill_bytes": 0, "shared_bytes": shared}
 
     def healthy(self) -> bool:
         return True

@@ -234,6 +234,20 @@ def test_more_residents_than_sms_is_left_out_or_said_when_asked_for(request_: Sw
     assert "256 CTAs" in (status["shift"][1] or "")
 
 
+def test_a_kernel_with_more_shared_memory_than_the_chip_has_is_never_launched(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DASH_FAKE_COMPILE", "large")
+    assert run_sweep(request_) == 3
+    refused = [row for row in rows(request_) if row.config["signal"] == "plain"]
+    assert refused
+    assert {row.status for row in refused} == {"constraints"}
+    assert {(row.required_bytes, row.limit_bytes) for row in refused} == {(240000, 232448)}
+    unasked = replace(request_, filters=replace(SMALL, schedules=()), db=request_.db + ".2")
+    assert run_sweep(unasked) == 0
+    assert all(row.config["signal"] == "deferred" for row in rows(unasked))
+
+
 def test_a_budget_stops_in_order_and_the_same_command_finishes(
     request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -313,9 +313,8 @@ def _conclude(
     )
     print(f", in {duration(summary.seconds)}; rows in {store.where}")
     if summary.pruned:
-        print(
-            f"{summary.pruned} configs left out: they need more CTAs at once than {target.name} has SMs"
-        )
+        need = "more CTAs at once or more shared memory"
+        print(f"{summary.pruned} configs left out: they need {need} than {target.name} has")
     if summary.failed_before:
         print(f"{summary.failed_before} failed before; --retry does timeouts and deaths again")
     for name, count in classes.items():

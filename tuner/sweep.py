@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing.connection import wait
 from typing import Any
 
-from dash_kernels.problem import Config, Problem
+from dash_kernels.problem import SHARED_MEMORY_LIMIT, Config, Problem
 from tuner.compile import kernel_identity, schedule_identity
 from tuner.engines.local import Pool, Slot
 from tuner.failures import TRANSIENT
@@ -252,9 +252,7 @@ class Sweep:
         baseline = self.baseline_items.get(item.problem)
         if baseline is not None and baseline is not item and baseline.state != "done":
             return False
-        return bool(
-            proof and kernel and proof.ok and kernel.ok and self._residents(item) <= self.sms
-        )
+        return bool(proof and kernel and proof.ok and kernel.ok and not self._misfit(item))
 
     def _proof(self, item: Item) -> Reply | None:
         return self.prepared.get(("prove", item.prove_key))
@@ -286,10 +284,9 @@ class Sweep:
             )
         elif proof is not None and not proof.ok:
             self._write(item, proof.failure, error=proof.error)
-        elif proof is not None and self._residents(item) > self.sms:
-            need = f"needs {self._residents(item)} CTAs resident at once; {self.settings.gpu} has {self.sms} SMs"
+        elif (misfit := self._misfit(item)) is not None:
             if self.settings.asked:
-                self._write(item, "constraints", error=need)
+                self._write(item, "constraints", error=misfit[0], **misfit[1])
             else:
                 item.state = "done"
                 self.summary.pruned += 1
@@ -302,6 +299,19 @@ class Sweep:
             self._write(item, failure, error=kernel.error)
         elif self.settings.source == "compiled" and proof is not None and kernel is not None:
             self._settle_compiled(item)
+
+    def _misfit(self, item: Item) -> tuple[str, dict[str, int]] | None:
+        """Why a proven or compiled candidate does not fit this chip, and the bytes where memory is it."""
+        residents, kernel = self._residents(item), self._kernel(item)
+        if residents > self.sms:
+            chip = f"{self.settings.gpu} has {self.sms} SMs"
+            return f"needs {residents} CTAs resident at once; {chip}", {}
+        limit = SHARED_MEMORY_LIMIT.get(self.settings.capability)
+        shared = kernel.result.get("shared_bytes") if kernel is not None and kernel.ok else None
+        if limit is None or shared is None or shared <= limit:
+            return None
+        needed = {"required_bytes": int(shared), "limit_bytes": limit}
+        return f"the kernel takes {shared} bytes of shared memory; the limit is {limit}", needed
 
     def _settle_compiled(self, item: Item) -> None:
         if not self.settings.simulate:

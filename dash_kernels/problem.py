@@ -204,11 +204,11 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def hopper_shared_bytes(config: Config, head_dim: int) -> int:
-    """Shared memory of the Hopper main kernel's buffers, barriers apart."""
+    """Shared memory of the Hopper main kernel: its buffers, and 1.5 KiB that holds barriers, records and padding."""
     m, n, d = config.block_m, config.block_n, padded_head_dim(head_dim)
     kv, q_do = 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
     ring = config.dq_stages * m * d * 4  # dK and dV leave through it too
-    return kv + q_do + n * m * 2 + ring
+    return kv + q_do + n * m * 2 + ring + 1536
 
 
 def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9, 0)) -> Support:

@@ -31,6 +31,7 @@ SEQ_LENS = (4096, 16384, 1024, 8192, 2048, 512)
 HEAD_DIMS = (128, 64)
 GROUPS = (2, 4, 8)
 BASELINE = "ascending"
+INTERLEAVED = (2, 4, 8, 16)  # heads that take turns in the launch
 MONOTONE = ("ascending", "descending", "shortest_first")
 
 
@@ -181,16 +182,17 @@ def _tiers(
     groups = GROUPS if "grouped_shift" in _kinds(problem) else ()
     for group in groups[:1]:
         yield 1, _of_kind(base, "grouped_shift", group=group)
-    for heads in (2, 4, 8):
+    for heads in INTERLEAVED:
         yield 2, replace(winner, heads_interleaved=heads)
-    for kind in MONOTONE:
-        yield 2, replace(_of_kind(base, kind), heads_interleaved=4)
+        yield 2, replace(_of_kind(base, "descending"), heads_interleaved=heads)
+    yield 2, replace(_of_kind(base, BASELINE), heads_interleaved=4)
     if problem.causal:  # long first: not monotone, and the prototype's best at head_dim 128
         yield 2, replace(winner, launch_order="ascending")
     yield 2, replace(_of_kind(base, BASELINE), policy="unordered")
     other_signal = {"plain": "deferred", "deferred": "plain"}[base.signal]
     if backend == "hopper":
-        for config in (winner, *(_of_kind(base, kind) for kind in kinds)):
+        interleaved = [replace(winner, heads_interleaved=heads) for heads in INTERLEAVED]
+        for config in (winner, *interleaved, *(_of_kind(base, kind) for kind in kinds)):
             yield 3, replace(config, signal=other_signal)
     for block_m, block_n in _tiles(problem, backend)[1:]:
         for config in (winner, *(_of_kind(base, kind) for kind in MONOTONE)):

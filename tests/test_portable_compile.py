@@ -1,0 +1,101 @@
+"""The portable kernels compiled without a GPU and without torch: no spill, and a Q loop that stays pipelined."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+REQUESTS: dict[str, dict[str, Any]] = {
+    "9.0, d=64, causal": {
+        "config": {"schedule": "shortest_first", "block_m": 64, "block_n": 128, "num_warps": 8},
+        "capability": (9, 0), "head_dim": 64, "causal": True, "kernels": ["kv_tiles", "prepare_tiles", "cast_tiles"],
+    },
+    "8.0, d=128, full": {
+        "config": {"schedule": "ascending", "block_m": 64, "block_n": 64, "num_warps": 8},
+        "capability": (8, 0), "head_dim": 128, "causal": False,
+    },
+    "9.0, d=64, two_pass": {
+        "config": {"schedule": "ascending", "policy": "two_pass", "block_m": 64, "block_n": 64, "num_warps": 4},
+        "capability": (9, 0), "head_dim": 64, "causal": False, "kernels": ["dq_tiles"],
+    },
+    "10.0, d=128, causal": {
+        "config": {"schedule": "shortest_first", "block_m": 32, "block_n": 128, "num_warps": 8},
+        "capability": (10, 0), "head_dim": 128, "causal": True,
+    },
+}  # fmt: skip
+ORDERED = [name for name in REQUESTS if "two_pass" not in name]
+
+
+@pytest.fixture(scope="module")
+def compiled(triton_pythons: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Answers of the torch-free interpreters, oldest Triton first, asked at the same time."""
+    asked = [
+        subprocess.Popen(
+            [str(python), str(ROOT / "tests" / "portable_compile_report.py"), json.dumps(REQUESTS)],
+            env={
+                **os.environ,
+                "PYTHONPATH": str(ROOT),
+                "TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton")),
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for python in triton_pythons
+    ]
+    answers = []
+    for process in asked:
+        output, errors = process.communicate()
+        assert process.returncode == 0, errors
+        answers.append(json.loads(output))
+    return answers
+
+
+def test_no_torch_is_needed(compiled: list[dict[str, Any]]) -> None:
+    assert [answer["torch"] for answer in compiled] == [False] * len(compiled)
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_the_q_loop_stays_pipelined_around_the_turnstile(name: str, compiled: list[dict[str, Any]]) -> None:
+    """Copies of a later Q tile are in flight while a step waits for its turn: in every loop, one wait and one release."""
+    for answer in compiled:
+        loops = answer["reports"][name][0]["loops"]
+        assert loops, answer["triton"]
+        for loop in loops:
+            assert loop["assembly"] == 2
+            assert loop["additions"] == 1
+            assert loop["copies"] >= 2
+            assert loop["in_flight"] >= 1
+
+
+@pytest.mark.parametrize("name", [name for name in REQUESTS if not name.startswith("10")])
+def test_no_spill_with_the_oldest_triton(name: str, compiled: list[dict[str, Any]]) -> None:
+    for kernel in compiled[0]["reports"][name]:
+        assert kernel["spill_bytes"] == 0, kernel
+
+
+def test_a_schedule_compiles_only_the_loops_it_has(compiled: list[dict[str, Any]]) -> None:
+    """Causal shortest_first: masked, then plain. Full, whole tiles: plain. On 10.x one loop for tensor memory's sake."""
+    for answer in compiled:
+        counts = {name: len(answer["reports"][name][0]["loops"]) for name in ORDERED}
+        assert counts == {"9.0, d=64, causal": 2, "8.0, d=128, full": 1, "10.0, d=128, causal": 1}
+
+
+def test_dq_leaves_hopper_in_four_wide_additions(compiled: list[dict[str, Any]]) -> None:
+    for answer in compiled:
+        kernel = answer["reports"]["9.0, d=64, causal"][0]
+        assert kernel["wide_additions"] == 2 * 64 * 64 // (256 * 4)  # two loops, a tile's elements over 256 threads
+
+
+def test_tensor_memory_is_enough(compiled: list[dict[str, Any]]) -> None:
+    """Beyond 512 columns Triton compiles a trap, of a handful of registers, in place of the kernel."""
+    for answer in compiled:
+        kernel = answer["reports"]["10.0, d=128, causal"][0]
+        assert 0 < kernel["tensor_memory"] <= 512
+        assert kernel["registers"] > 32

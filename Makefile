@@ -34,11 +34,11 @@ help:
 
 run: port-check $(VENV)/.installed
 	@if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q GPU; then \
-		echo "A GPU is here: a short sweep (2 minutes) of it."; \
+		echo "A GPU is here: a short sweep of it, 2 minutes."; \
 		set -- --gpu auto --budget 2m; \
 	else \
-		echo "No GPU here: compiling for H800 (registers, spills and shared memory are real) and predicting with the model."; \
-		set -- --gpu h800 --compile-only --simulate --mask causal --head-dim 128 --seq-len 4096 --budget 90s; \
+		echo "No GPU here: 2 minutes of compiling for H800 (registers, spills and shared memory are real) and predicting with the model."; \
+		set -- --gpu h800 --compile-only --simulate --budget 2m; \
 	fi; \
 	$(VENV)/bin/dash-tune "$$@"; code=$$?; \
 	case $$code in \
@@ -64,8 +64,15 @@ format: $(VENV)/.installed-test
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
 
+# KERNEL_DEBUG=1 compiles anew and keeps each stage (TTGIR, LLVM IR, PTX, SASS, cubin) in build/kernels.
 dash_kernel: $(VENV)/.installed
-	DASH_KERNEL_DEBUG="$(KERNEL_DEBUG)" $(PY) -m dash_kernels.kernels.compile --shipped --max-head-dim "$(MAX_HEAD_DIM)"
+	@case "$(MAX_HEAD_DIM)" in ''|*[!0-9]*) echo "MAX_HEAD_DIM is '$(MAX_HEAD_DIM)'; it must be a number such as 128" >&2; exit 2 ;; esac; \
+	case "$(KERNEL_DEBUG)" in \
+		0) ;; \
+		1) export TRITON_ALWAYS_COMPILE=1 TRITON_KERNEL_DUMP=1 TRITON_DUMP_DIR="$(CURDIR)/build/kernels" ;; \
+		*) echo "KERNEL_DEBUG is '$(KERNEL_DEBUG)'; choose 0 or 1" >&2; exit 2 ;; \
+	esac; \
+	$(PY) -m dash_kernels.kernels.compile --shipped --max-head-dim "$(MAX_HEAD_DIM)"
 
 python-check:
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 found (python3 is $$(python3 --version 2>&1 || echo absent)): install one, or say make PYTHON=/path/to/python3.12" >&2; exit 2; }

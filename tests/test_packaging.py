@@ -246,3 +246,16 @@ class TestMakeSaysWhatIsWrong:
         done = make("python-check", "PYTHON=")
         assert done.returncode != 0
         assert done.stderr.splitlines()[0].startswith("No Python 3.10 to 3.13 found")
+
+    @pytest.mark.parametrize(
+        ("setting", "line"),
+        [
+            ("MAX_HEAD_DIM=big", "MAX_HEAD_DIM is 'big'; it must be a number such as 128"),
+            ("KERNEL_DEBUG=2", "KERNEL_DEBUG is '2'; choose 0 or 1"),
+        ],
+    )
+    def test_dash_kernel_setting(self, tmp_path: Path, setting: str, line: str) -> None:
+        (tmp_path / ".installed").touch()
+        done = make("dash_kernel", f"VENV={tmp_path}", setting)
+        assert done.returncode != 0
+        assert done.stderr.splitlines()[0] == line

@@ -132,7 +132,8 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
 
     Causal shortest_first, full mask ascending with four heads interleaved. Hopper: the prototype's tiles, the signal
     deferred at head_dim 128 and plain at 64. Elsewhere the portable kernel: a 128-row tile up to 2048 keys at head_dim
-    64 and a 64-row one beyond it, half of that at head_dim 128 (facts/dash.md's rule, on the tiles that are built).
+    64 and a 64-row one beyond it, half of that at head_dim 128 (facts/dash.md's rule, on the tiles that are built);
+    three stages where they fit, because with two no copy of a Q tile runs beside a step.
     """
     dim = padded_head_dim(problem.head_dim)
     order: dict[str, Any] = (
@@ -147,9 +148,10 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     short = problem.seq_len_kv <= 2048
     block_n = 128 if dim == 64 and short else 64
     block_m = 64 if dim == 64 or short else 32
-    return Config(
-        backend="portable", block_m=block_m, block_n=block_n, num_warps=4, signal="plain", **order
+    portable = Config(
+        backend="portable", block_m=block_m, block_n=block_n, num_stages=3, signal="plain", **order
     )
+    return portable if supports(portable, problem, capability) else replace(portable, num_stages=2)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -26,7 +26,9 @@ def loops(ttgir: str) -> list[dict[str, Any]]:
             found.append(
                 {
                     "copies": len(re.findall(r"async_copy_global_to_local|async_tma_copy", loop)),
-                    "in_flight": max(map(int, re.findall(r"async_wait .*?num = (\d+)", loop)), default=0),
+                    "in_flight": max(
+                        map(int, re.findall(r"async_wait .*?num = (\d+)", loop)), default=0
+                    ),
                     "assembly": loop.count("tt.elementwise_inline_asm"),
                     "additions": loop.count("tt.atomic_rmw fadd"),
                 }
@@ -55,10 +57,18 @@ def main() -> None:
     for name, request in json.loads(sys.argv[1]).items():
         config = Config(backend="portable", signal="plain", num_stages=3, **request["config"])
         capability = tuple(request["capability"])
-        specs = compile_specs(config, request["head_dim"], "float16", request["causal"], capability=capability)
+        specs = compile_specs(
+            config, request["head_dim"], "float16", request["causal"], capability=capability
+        )
         wanted = request.get("kernels", ["kv_tiles"])
-        reports[name] = [report(spec, capability) for spec in specs if spec.kernel.__name__ in wanted]
-    print(json.dumps({"torch": "torch" in sys.modules, "triton": triton.__version__, "reports": reports}))
+        reports[name] = [
+            report(spec, capability) for spec in specs if spec.kernel.__name__ in wanted
+        ]
+    print(
+        json.dumps(
+            {"torch": "torch" in sys.modules, "triton": triton.__version__, "reports": reports}
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -25,7 +25,9 @@ NAN = float("nan")
 def wait_for_turn(semaphore: Any, turn: Any, workspace: Any, bound_ns: Any) -> None:
     seen = int(tl.load(semaphore).handle.data.item())
     if seen != int(turn.handle.data.item()):
-        raise RuntimeError(f"turn {int(turn.handle.data.item())} has not come: {seen} contributions")
+        raise RuntimeError(
+            f"turn {int(turn.handle.data.item())} has not come: {seen} contributions"
+        )
 
 
 def release_turn(semaphore: Any) -> None:
@@ -70,7 +72,12 @@ def gradients(q: Any, k: Any, v: Any, dout: Any, causal: bool, dtype: torch.dtyp
 def run(case: dict[str, Any]) -> dict[str, Any]:
     """Errors of dQ, dK and dV against float64, their budgets, and the bytes of dQ."""
     torch.manual_seed(0)
-    batch, heads, dim, dtype = case.get("batch", 1), case.get("heads", 2), case.get("dim", 64), torch.float16
+    batch, heads, dim, dtype = (
+        case.get("batch", 1),
+        case.get("heads", 2),
+        case.get("dim", 64),
+        torch.float16,
+    )
     seq_len, seq_len_kv = case["seq_lens"]
     q, dout = (torch.randn(batch, seq_len, heads, dim).to(dtype) for _ in range(2))
     k, v = (torch.randn(batch, seq_len_kv, heads, dim).to(dtype) for _ in range(2))

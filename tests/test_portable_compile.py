@@ -33,7 +33,9 @@ ORDERED = [name for name in REQUESTS if "two_pass" not in name]
 
 
 @pytest.fixture(scope="module")
-def compiled(triton_pythons: list[Path], tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+def compiled(
+    triton_pythons: list[Path], tmp_path_factory: pytest.TempPathFactory
+) -> list[dict[str, Any]]:
     """Answers of the torch-free interpreters, oldest Triton first, asked at the same time."""
     asked = [
         subprocess.Popen(
@@ -62,7 +64,9 @@ def test_no_torch_is_needed(compiled: list[dict[str, Any]]) -> None:
 
 
 @pytest.mark.parametrize("name", ORDERED)
-def test_the_q_loop_stays_pipelined_around_the_turnstile(name: str, compiled: list[dict[str, Any]]) -> None:
+def test_the_q_loop_stays_pipelined_around_the_turnstile(
+    name: str, compiled: list[dict[str, Any]]
+) -> None:
     """Copies of a later Q tile are in flight while a step waits for its turn: in every loop, one wait and one release."""
     for answer in compiled:
         loops = answer["reports"][name][0]["loops"]
@@ -90,7 +94,9 @@ def test_a_schedule_compiles_only_the_loops_it_has(compiled: list[dict[str, Any]
 def test_dq_leaves_hopper_in_four_wide_additions(compiled: list[dict[str, Any]]) -> None:
     for answer in compiled:
         kernel = answer["reports"]["9.0, d=64, causal"][0]
-        assert kernel["wide_additions"] == 2 * 64 * 64 // (256 * 4)  # two loops, a tile's elements over 256 threads
+        assert kernel["wide_additions"] == 2 * 64 * 64 // (
+            256 * 4
+        )  # two loops, a tile's elements over 256 threads
 
 
 def test_tensor_memory_is_enough(compiled: list[dict[str, Any]]) -> None:

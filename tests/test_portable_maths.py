@@ -17,9 +17,18 @@ NEEDED = [name for name in ("torch", "triton", "numpy") if importlib.util.find_s
 pytestmark = pytest.mark.skipif(bool(NEEDED), reason=f"not installed: {', '.join(NEEDED)}")
 
 
-def case(schedule: str, policy: str, seq_lens: tuple[int, int], tile: tuple[int, int], **more: Any) -> dict[str, Any]:
+def case(
+    schedule: str, policy: str, seq_lens: tuple[int, int], tile: tuple[int, int], **more: Any
+) -> dict[str, Any]:
     causal = more.pop("causal", schedule != "ascending")
-    return {"schedule": schedule, "policy": policy, "seq_lens": seq_lens, "tile": tile, "causal": causal, **more}
+    return {
+        "schedule": schedule,
+        "policy": policy,
+        "seq_lens": seq_lens,
+        "tile": tile,
+        "causal": causal,
+        **more,
+    }
 
 
 CASES = {
@@ -60,7 +69,9 @@ def answers() -> dict[str, dict[str, Any]]:
 def test_gradients_within_budget(name: str, answers: dict[str, dict[str, Any]]) -> None:
     answer = answers[name]
     assert "raised" not in answer, answer["raised"]
-    for gradient, error, budget in zip(("dq", "dk", "dv"), answer["errors"], answer["budgets"], strict=True):
+    for gradient, error, budget in zip(
+        ("dq", "dk", "dv"), answer["errors"], answer["budgets"], strict=True
+    ):
         assert error <= budget, f"{gradient}: {error} > {budget}"
 
 

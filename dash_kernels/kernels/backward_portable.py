@@ -23,7 +23,7 @@ from dash_kernels.kernels.portable_kernels import (
     prepare_tiles,
 )
 from dash_kernels.problem import Config, Problem, supports
-from dash_kernels.schedules import SCHEDULES, Launch, Packed, TileGrid, build, check, pack
+from dash_kernels.schedules import Launch, Packed, TileGrid, build, check, pack
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,13 +32,18 @@ LOG2E = 1.4426950408889634
 
 
 POLICIES = {"unordered": UNORDERED.value, "ordered": ORDERED.value, "two_pass": NO_DQ.value}
-SMALL_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}  # prepare_tiles and cast_tiles
+# Of prepare_tiles and cast_tiles.
+SMALL_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 TURN_BOUND_NS = 10_000_000_000  # a turn that has not come by then will not come
 
 
 def main_options(config: Config) -> dict[str, Any]:
     """Compiler options of the kernels with matmuls. Fusion is set because Triton's default differs by release."""
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    return {
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+        "enable_fp_fusion": True,
+    }
 
 
 class KernelSpec(NamedTuple):
@@ -81,7 +86,9 @@ def compile_specs(
     }
     specs = [
         _spec(kv_tiles, dtype, {**main, **tile}, main_options(config)),
-        _spec(prepare_tiles, dtype, {"ZERO_DQ": config.policy == "unordered", **rows}, SMALL_OPTIONS),
+        _spec(
+            prepare_tiles, dtype, {"ZERO_DQ": config.policy == "unordered", **rows}, SMALL_OPTIONS
+        ),
     ]
     if config.policy == "two_pass":
         specs.append(_spec(dq_tiles, dtype, tile, main_options(config)))
@@ -105,7 +112,9 @@ def sections(packed: Packed, capability: tuple[int, int]) -> int:
     return before + 2 * masked + 4 * after
 
 
-def _spec(kernel: Any, dtype: str, constexprs: dict[str, Any], options: dict[str, Any]) -> KernelSpec:
+def _spec(
+    kernel: Any, dtype: str, constexprs: dict[str, Any], options: dict[str, Any]
+) -> KernelSpec:
     half = {"bfloat16": "*bf16", "float16": "*fp16"}[dtype]
     types = dict.fromkeys(("q", "k", "v", "out", "dout", "dk", "dv"), half)
     types |= dict.fromkeys(("lse", "lse2", "delta", "accumulated"), "*fp32")
@@ -113,13 +122,19 @@ def _spec(kernel: Any, dtype: str, constexprs: dict[str, Any], options: dict[str
     types |= {"scale": "fp32", "scale_log2": "fp32", "bound_ns": "i64"}
     types["dq"] = half if kernel in (dq_tiles, cast_tiles) else "*fp32"
     names = kernel.arg_names
-    signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names}
-    aligned = [i for i, name in enumerate(names) if signature[name][0] == "*" or name.startswith("stride")]
-    return KernelSpec(kernel, signature, constexprs, options, {(i,): [["tt.divisibility", 16]] for i in aligned})
+    signature = {
+        name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names
+    }
+    aligned = [
+        i for i, name in enumerate(names) if signature[name][0] == "*" or name.startswith("stride")
+    ]
+    return KernelSpec(
+        kernel, signature, constexprs, options, {(i,): [["tt.divisibility", 16]] for i in aligned}
+    )
 
 
 class TurnTimeout(RuntimeError):
-    """A contribution to dQ waited for a turn that did not come within ``TURN_BOUND_NS``; that launch's dQ is NaN."""
+    """A contribution to dQ waited for a turn that did not come within the bound; that launch's dQ is NaN."""
 
 
 @dataclass(frozen=True)
@@ -133,16 +148,21 @@ class DeviceArrays:
     sections: int
 
 
-_held_by_graphs: set[Tensor] = set()  # a captured graph keeps no reference to the arrays that it reads
+# A captured graph keeps no reference to the arrays that it reads.
+_held_by_graphs: set[Tensor] = set()
 
 
 @functools.lru_cache(maxsize=1024)
-def device_arrays(kind: str, group: int, grid: TileGrid, launch: Launch, device: Any) -> DeviceArrays:
+def device_arrays(
+    kind: str, group: int, grid: TileGrid, launch: Launch, device: Any
+) -> DeviceArrays:
     """Upload a schedule once. Raises RuntimeError while a CUDA graph is captured, where no upload is possible."""
     import torch
 
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        raise RuntimeError(f"run {kind} once for {grid} before capturing it in a CUDA graph: its arrays need an upload")
+        raise RuntimeError(
+            f"run {kind} once for {grid} before capturing it in a CUDA graph: its arrays need an upload"
+        )
     packed = pack(build(kind, grid, group), launch)
     parts = (
         packed.item_order, packed.item_begin, packed.kv_tile, packed.visit_begin, packed.visit_count,
@@ -176,18 +196,20 @@ def raise_if_turn_missed(device: Any) -> None:
         _, head, m_block, turn, seen = record.tolist()
         record.zero_()
         raise TurnTimeout(
-            f"head {head}, Q tile {m_block}: turn {turn} did not come within {TURN_BOUND_NS / 1e9:.0f} s ({seen} "
-            f"contributions had been added): the gradients of that backward are NaN; use a monotone schedule"
+            f"head {head}, Q tile {m_block}: turn {turn} did not come in time ({seen} contributions had been added): "
+            f"the gradients of that backward are NaN; use a monotone schedule"
         )
 
 
-def cooperative_grid(config: Config, needed: int, tickets: int, sms: int, sm_margin: int, allow_resident: bool) -> int:
+def cooperative_grid(
+    config: Config, needed: int, tickets: int, sms: int, sm_margin: int, allow_resident: bool
+) -> int:
     """CTAs of a cooperative launch of a kind that needs ``needed`` of them resident; ValueError where it must not run."""
     if not allow_resident:
-        monotone = ", ".join(kind for kind in ("ascending", "descending", "shortest_first") if kind in SCHEDULES)
         raise ValueError(
             f"schedule {config.schedule} launched {config.launch_order} waits for CTAs that start later and needs "
-            f"{needed} of them resident: choose {monotone} with its own launch order, or pass allow_resident=True"
+            f"{needed} of them resident: choose ascending, descending or shortest_first with its own launch order, or pass "
+            f"allow_resident=True"
         )
     grid = min(tickets, sms - sm_margin)
     if grid < needed:
@@ -240,24 +262,41 @@ def backward_portable(
         )  # fmt: skip
 
 
-def problem_of(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool) -> Problem:
+def problem_of(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+) -> Problem:
     """The problem that these tensors pose; raises ValueError naming the first tensor that does not fit."""
     batch, seq_len, heads, head_dim = q.shape
     seq_len_kv = k.shape[1]
-    wanted = {"dout": q.shape, "out": q.shape, "k": (batch, seq_len_kv, heads, head_dim), "v": k.shape}
+    wanted = {
+        "dout": q.shape,
+        "out": q.shape,
+        "k": (batch, seq_len_kv, heads, head_dim),
+        "v": k.shape,
+    }
     for name, tensor in {"q": q, "dout": dout, "out": out, "k": k, "v": v}.items():
         if tuple(tensor.shape) != tuple(wanted.get(name, q.shape)):
             raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {tuple(wanted[name])}")
         if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(f"{name} is {tensor.dtype} on {tensor.device}; q is {q.dtype} on {q.device}")
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}; q is {q.dtype} on {q.device}"
+            )
         if tensor.stride(-1) != 1:
-            raise ValueError(f"{name} has stride {tensor.stride(-1)} in its last dimension; make it contiguous")
-    if tuple(lse.shape) != (batch, heads, seq_len) or str(lse.dtype) != "torch.float32" or not lse.is_contiguous():
+            raise ValueError(
+                f"{name} has stride {tensor.stride(-1)} in its last dimension; make it contiguous"
+            )
+    if (
+        tuple(lse.shape) != (batch, heads, seq_len)
+        or str(lse.dtype) != "torch.float32"
+        or not lse.is_contiguous()
+    ):
         raise ValueError(f"lse must be a contiguous float32 tensor of {(batch, heads, seq_len)}")
     if head_dim not in (64, 128):
         raise ValueError(f"head_dim is {head_dim}; the kernels run 64 and 128: pad it with zeros")
     dtype = str(q.dtype).removeprefix("torch.")
-    return Problem("causal" if causal else "full", head_dim, seq_len, dtype, batch, heads, heads, seq_len_kv)
+    return Problem(
+        "causal" if causal else "full", head_dim, seq_len, dtype, batch, heads, heads, seq_len_kv
+    )
 
 
 def launch_kernels(

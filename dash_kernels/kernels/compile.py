@@ -98,13 +98,15 @@ def hopper_spec(
     return KernelSpec(module.backward_hopper, signature, constexprs, options, attrs)
 
 
-def main_spec(config: Config, head_dim: int, dtype: str, causal: bool) -> Any:
+def main_spec(
+    config: Config, head_dim: int, dtype: str, causal: bool, capability: tuple[int, int] = (9, 0)
+) -> Any:
     """The main kernel of a backward on either backend."""
     if config.backend == "hopper":
         return hopper_spec(config, head_dim, dtype, causal)
     from dash_kernels.kernels.backward_portable import compile_specs
 
-    return compile_specs(config, padded_head_dim(head_dim), dtype, causal)[0]
+    return compile_specs(config, padded_head_dim(head_dim), dtype, causal, capability=capability)[0]
 
 
 def compile_spec(spec: Any, capability: tuple[int, int]) -> KernelResources:
@@ -181,7 +183,7 @@ def compile_backward(
     config: Config, *, head_dim: int, dtype: str = "bfloat16", causal: bool, capability: tuple[int, int] = (9, 0)
 ) -> KernelResources:  # fmt: skip
     """Resources of the main kernel that ``config`` runs. Raises KernelCompileError."""
-    return compile_spec(main_spec(config, head_dim, dtype, causal), capability)
+    return compile_spec(main_spec(config, head_dim, dtype, causal, capability), capability)
 
 
 def _shipped(max_head_dim: int) -> list[tuple[str, str, int, bool, Config, tuple[int, int]]]:

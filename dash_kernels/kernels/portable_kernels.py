@@ -33,8 +33,12 @@ import triton
 import triton.language as tl
 
 UNORDERED, ORDERED, NO_DQ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-HEADER_WORDS = tl.constexpr(32)  # of the workspace, before the semaphores: ticket, abort flag, late tile, turn, seen
-ALL_MASKED = tl.constexpr(10)  # SECTIONS: bits 0..2 plain, masked, plain steps; this one masks all in one loop
+HEADER_WORDS = tl.constexpr(
+    32
+)  # of the workspace, before the semaphores: ticket, abort flag, late tile, turn, seen
+ALL_MASKED = tl.constexpr(
+    10
+)  # SECTIONS: bits 0..2 plain, masked, plain steps; this one masks all in one loop
 LOG2E = tl.constexpr(1.4426950408889634)
 
 WAIT_FOR_TURN = tl.constexpr("""{
@@ -114,7 +118,9 @@ def tile_offsets(row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 
 @triton.jit
-def load_tile(head, stride, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr):
+def load_tile(
+    head, stride, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
+):
     """The tile of a head that starts at ``row``; rows from ``limit`` on are not read and are zeros."""
     pointers = head + tile_offsets(row, stride, ROWS, COLS)
     if RAGGED:
@@ -126,7 +132,9 @@ def load_tile(head, stride, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr
 def store_tile(head, stride, row, limit, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
     """Store a tile in the head's dtype, but for rows from ``limit`` on."""
     inside = (row + tl.arange(0, ROWS) < limit)[:, None]
-    tl.store(head + tile_offsets(row, stride, ROWS, COLS), tile.to(head.dtype.element_ty), mask=inside)
+    tl.store(
+        head + tile_offsets(row, stride, ROWS, COLS), tile.to(head.dtype.element_ty), mask=inside
+    )
 
 
 @triton.jit
@@ -140,7 +148,17 @@ def flatten(tile, NUM_WARPS: tl.constexpr):
     WARP_ROWS: tl.constexpr = min(tile.shape[0] // 16, NUM_WARPS)
     WARP_COLS: tl.constexpr = NUM_WARPS // WARP_ROWS
     split = tl.reshape(
-        tile, (tile.shape[0] // (16 * WARP_ROWS), WARP_ROWS, 2, 8, WARP_COLS, tile.shape[1] // (8 * WARP_COLS), 4, 2)
+        tile,
+        (
+            tile.shape[0] // (16 * WARP_ROWS),
+            WARP_ROWS,
+            2,
+            8,
+            WARP_COLS,
+            tile.shape[1] // (8 * WARP_COLS),
+            4,
+            2,
+        ),
     )
     return tl.reshape(tl.permute(split, (0, 5, 4, 1, 3, 6, 2, 7)), (tile.shape[0] * tile.shape[1],))
 
@@ -151,7 +169,8 @@ def unflatten(vector, ROWS: tl.constexpr, COLS: tl.constexpr, NUM_WARPS: tl.cons
     WARP_ROWS: tl.constexpr = min(ROWS // 16, NUM_WARPS)
     WARP_COLS: tl.constexpr = NUM_WARPS // WARP_ROWS
     split = tl.reshape(
-        vector, (ROWS // (16 * WARP_ROWS), COLS // (8 * WARP_COLS), WARP_COLS, WARP_ROWS, 8, 4, 2, 2)
+        vector,
+        (ROWS // (16 * WARP_ROWS), COLS // (8 * WARP_COLS), WARP_COLS, WARP_ROWS, 8, 4, 2, 2),
     )
     return tl.reshape(tl.permute(split, (0, 3, 6, 4, 2, 1, 5, 7)), (ROWS, COLS))
 
@@ -183,13 +202,24 @@ def prepare_tiles(
     h = (head % heads).to(tl.int64)
     row = m_block * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
-    o = load_tile(out + b * stride_ob + h * stride_oh, stride_os, row, seq_len, True, BLOCK_M, HEAD_DIM)
-    g = load_tile(dout + b * stride_gb + h * stride_gh, stride_gs, row, seq_len, True, BLOCK_M, HEAD_DIM)
-    row_lse = tl.load(lse + head.to(tl.int64) * seq_len + row + rows, mask=row + rows < seq_len, other=float("inf"))
+    o = load_tile(
+        out + b * stride_ob + h * stride_oh, stride_os, row, seq_len, True, BLOCK_M, HEAD_DIM
+    )
+    g = load_tile(
+        dout + b * stride_gb + h * stride_gh, stride_gs, row, seq_len, True, BLOCK_M, HEAD_DIM
+    )
+    row_lse = tl.load(
+        lse + head.to(tl.int64) * seq_len + row + rows,
+        mask=row + rows < seq_len,
+        other=float("inf"),
+    )
     sees_keys = tl.abs(row_lse) < float("inf")
     padded = program.to(tl.int64) * BLOCK_M
     tl.store(lse2 + padded + rows, tl.where(sees_keys, row_lse * LOG2E, float("inf")))
-    tl.store(delta + padded + rows, tl.where(sees_keys, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1), 0.0))
+    tl.store(
+        delta + padded + rows,
+        tl.where(sees_keys, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1), 0.0),
+    )
     if ZERO_DQ:
         zeros = tl.zeros((BLOCK_M * HEAD_DIM,), tl.float32)
         tl.store(dq + padded * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM), zeros)
@@ -210,7 +240,9 @@ def walk(
     next_block = tl.load(visit + first)
     for step in range(first, last):
         m_block = next_block
-        next_block = tl.load(visit + step + 1)  # after the last step a word of what follows in ``arrays``, not used
+        next_block = tl.load(
+            visit + step + 1
+        )  # after the last step a word of what follows in ``arrays``, not used
         if POLICY == ORDERED:
             turn = tl.load(turns + step)
         row = m_block * BLOCK_M
@@ -404,7 +436,9 @@ def cast_tiles(
     head = program // num_m
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
-    source = accumulated + program.to(tl.int64) * (BLOCK_M * HEAD_DIM) + tl.arange(0, BLOCK_M * HEAD_DIM)
+    source = (
+        accumulated + program.to(tl.int64) * (BLOCK_M * HEAD_DIM) + tl.arange(0, BLOCK_M * HEAD_DIM)
+    )
     if POLICY == ORDERED:
         contributions = tl.load(workspace + HEADER_WORDS + program)
         vector = tl.load(source, mask=contributions != 0, other=0.0)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import triton
-
+from dash_kernels.kernels.compile import KernelSpec
 from dash_kernels.kernels.portable_kernels import (
     ALL_MASKED,
     HEADER_WORDS,
@@ -44,16 +43,6 @@ def main_options(config: Config) -> dict[str, Any]:
         "num_stages": config.num_stages,
         "enable_fp_fusion": True,
     }
-
-
-class KernelSpec(NamedTuple):
-    """What a compiler needs to build one kernel without a GPU and without torch (``triton.compiler.ASTSource``)."""
-
-    kernel: triton.JITFunction
-    signature: dict[str, str]
-    constexprs: dict[str, Any]
-    options: dict[str, Any]
-    attrs: dict[tuple[int], list[list[Any]]]
 
 
 def compile_specs(
@@ -211,11 +200,13 @@ def cooperative_grid(
             f"{needed} of them resident: choose ascending, descending or shortest_first with its own launch order, or pass "
             f"allow_resident=True"
         )
+    if not 0 <= sm_margin < sms:
+        raise ValueError(f"sm_margin is {sm_margin}; it must leave at least one of the {sms} SMs")
     grid = min(tickets, sms - sm_margin)
     if grid < needed:
         raise ValueError(
             f"schedule {config.schedule} needs {needed} resident CTAs, but {sms} SMs less sm_margin={sm_margin} hold "
-            f"{max(grid, 0)}: choose a monotone schedule, a larger block_n or a smaller sm_margin"
+            f"{grid}: choose a monotone schedule, a larger block_n or a smaller sm_margin"
         )
     return grid
 

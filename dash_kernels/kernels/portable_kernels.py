@@ -95,7 +95,7 @@ def wait_for_turn(semaphore, turn, workspace, bound_ns):
     tl.inline_asm_elementwise(
         WAIT_FOR_TURN,
         "=r,l,r,l,l,~{memory}",
-        [semaphore, turn, workspace, bound_ns],
+        [semaphore, turn, workspace, tl.cast(bound_ns, tl.int64)],
         dtype=tl.int32,
         is_pure=False,
         pack=1,

@@ -182,7 +182,7 @@ def _known_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Support:
-    """Answer of :func:`supports`: true, or false with the reason and, where memory is it, the bytes."""
+    """Answer of :func:`supports`: true, or false with the reason. The bytes of shared memory are there either way."""
 
     ok: bool
     reason: str = ""
@@ -205,10 +205,21 @@ def padded_head_dim(head_dim: int) -> int:
 
 def hopper_shared_bytes(config: Config, head_dim: int) -> int:
     """Shared memory of the Hopper main kernel: its buffers, and 1.5 KiB that holds barriers, records and padding."""
-    m, n, d = config.block_m, config.block_n, padded_head_dim(head_dim)
+    m, n, d = config.block_m, config.block_n, _row_length(head_dim)
     kv, q_do = 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
     ring = config.dq_stages * m * d * 4  # dK and dV leave through it too
     return kv + q_do + n * m * 2 + ring + 1536
+
+
+def portable_shared_bytes(config: Config, head_dim: int) -> int:
+    """Least shared memory of the portable main kernel: K, V and the stages of Q and dO."""
+    d = _row_length(head_dim)
+    return 2 * config.block_n * d * 2 + 2 * config.num_stages * config.block_m * d * 2
+
+
+def _row_length(head_dim: int) -> int:
+    """Elements of a row in shared memory; a power of two also above what this release runs, so that bytes are known."""
+    return max(padded_head_dim(head_dim), 1 << (head_dim - 1).bit_length())
 
 
 def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9, 0)) -> Support:
@@ -223,33 +234,38 @@ def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9,
         return Support(False, f"schedule {config.schedule!r} is not one of {', '.join(sorted(SCHEDULES))}")
     if config.group > 1 and config.schedule != "grouped_shift":
         return Support(False, f"group is for grouped_shift; schedule is {config.schedule}")
+    shared_bytes = hopper_shared_bytes if config.backend == "hopper" else portable_shared_bytes
+    required = shared_bytes(config, problem.head_dim)
+    limit = SHARED_MEMORY_LIMIT.get(capability, 101376)
+    reason = _not_built(config, problem, capability)
+    if not reason and required > limit:
+        reason = f"needs {required} bytes of shared memory; the limit is {limit}: fewer stages or a smaller tile"
+    return Support(not reason, reason, required, limit)
+
+
+def _not_built(config: Config, problem: Problem, capability: tuple[int, int]) -> str:
+    """Why there is no kernel for this config, empty when there is one."""
     if problem.head_dim > 128:
-        return Support(False, f"head_dim {problem.head_dim} is above 128, the largest this release runs")
-    dim = padded_head_dim(problem.head_dim)
+        return f"head_dim {problem.head_dim} is above 128, the largest this release runs"
     if config.backend == "hopper":
+        dim = padded_head_dim(problem.head_dim)
         if capability[0] != 9:
-            return Support(False, f"backend hopper needs compute capability 9.0; this is {capability[0]}.{capability[1]}")
+            return f"backend hopper needs compute capability 9.0; this is {capability[0]}.{capability[1]}"
         if (config.block_m, config.block_n) not in HOPPER_TILES[dim]:
             tiles = ", ".join(f"{m}x{n}" for m, n in HOPPER_TILES[dim])
-            return Support(False, f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}")
+            return f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}"
         if config.num_warps != 8:
-            return Support(False, f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}")
+            return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
         if config.dq_stages < 2:
-            return Support(False, "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once")
+            return "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once"
         if config.policy == "two_pass":
-            return Support(False, "two_pass runs on backend portable: the Hopper kernel has no dQ pass")
-        required = hopper_shared_bytes(config, dim)
-    else:
-        if capability < (8, 0):
-            return Support(False, f"backend portable needs compute capability 8.0; this is {capability[0]}.{capability[1]}")
-        if (config.block_m, config.block_n) not in PORTABLE_TILES:
-            tiles = ", ".join(f"{m}x{n}" for m, n in PORTABLE_TILES)
-            return Support(False, f"tile {config.block_m}x{config.block_n} is not one of {tiles}")
-        if config.signal == "deferred":
-            return Support(False, "the deferred signal belongs to backend hopper; use signal plain")
-        required = 2 * config.block_n * dim * 2 + 2 * config.num_stages * config.block_m * dim * 2
-    limit = SHARED_MEMORY_LIMIT.get(capability, 101376)
-    if required > limit:
-        reason = f"needs {required} bytes of shared memory; the limit is {limit}: fewer stages or a smaller tile"
-        return Support(False, reason, required, limit)
-    return Support(True, "", required, limit)
+            return "two_pass runs on backend portable: the Hopper kernel has no dQ pass"
+        return ""
+    if capability < (8, 0):
+        return f"backend portable needs compute capability 8.0; this is {capability[0]}.{capability[1]}"
+    if (config.block_m, config.block_n) not in PORTABLE_TILES:
+        tiles = ", ".join(f"{m}x{n}" for m, n in PORTABLE_TILES)
+        return f"tile {config.block_m}x{config.block_n} is not one of {tiles}"
+    if config.signal == "deferred":
+        return "the deferred signal belongs to backend hopper; use signal plain"
+    return ""

@@ -76,9 +76,16 @@ def test_a_tile_that_does_not_fit_stays_with_its_reason_and_bytes() -> None:
 
 
 def test_a_head_dim_that_no_config_serves_keeps_its_candidates_to_say_why() -> None:
-    found = space(HOPPER, SpaceFilter(("full",), (256,), (4096,)))
-    assert found
-    assert all("head_dim 256" in c.support.reason for c in found)
+    found = space(HOPPER, SpaceFilter(("full",), (256,), (4096,), tiles=((128, 256),), stages=(6,)))
+    asked = [c for c in found if c.config.block_n == 256]
+    assert {(c.config.block_m, c.config.num_stages) for c in asked} == {(128, 6)}
+    assert not any(c.runnable for c in found)
+    for candidate in found:
+        assert "head_dim 256" in candidate.support.reason
+        assert candidate.support.limit_bytes == 232448
+    # K, V, six stages of Q and dO with their LSE and delta, dS, two fp32 dQ stages, and 1.5 KiB.
+    expected = 2 * 256 * 512 + 12 * (128 * 512 + 128 * 4) + 128 * 256 * 2 + 2 * 128 * 1024 + 1536
+    assert {c.support.required_bytes for c in asked} == {expected}
 
 
 @pytest.mark.parametrize(

@@ -33,12 +33,10 @@ import triton
 import triton.language as tl
 
 UNORDERED, ORDERED, NO_DQ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-HEADER_WORDS = tl.constexpr(
-    32
-)  # of the workspace, before the semaphores: ticket, abort flag, late tile, turn, seen
-ALL_MASKED = tl.constexpr(
-    10
-)  # SECTIONS: bits 0..2 plain, masked, plain steps; this one masks all in one loop
+# Words of the workspace before the semaphores: ticket, abort flag, late tile, its turn, what it saw, then room.
+HEADER_WORDS = tl.constexpr(32)
+# SECTIONS has a bit each for loops over plain, masked and plain steps (1, 2, 4); this value masks all steps in one.
+ALL_MASKED = tl.constexpr(10)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 WAIT_FOR_TURN = tl.constexpr("""{
@@ -240,9 +238,7 @@ def walk(
     next_block = tl.load(visit + first)
     for step in range(first, last):
         m_block = next_block
-        next_block = tl.load(
-            visit + step + 1
-        )  # after the last step a word of what follows in ``arrays``, not used
+        next_block = tl.load(visit + step + 1)  # at the end: a word of what follows, unused
         if POLICY == ORDERED:
             turn = tl.load(turns + step)
         row = m_block * BLOCK_M

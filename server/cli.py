@@ -54,7 +54,7 @@ def serve(
 
 
 def _prepare() -> str:
-    """Open the database once before any worker does, and load the shipped rows of GPUs that it has none of.
+    """Open the database once before any worker does, and load the shipped rows and releases that it has not.
 
     A database that exists but cannot be written is served as it is, with a warning.
     """
@@ -83,14 +83,12 @@ def _prepare() -> str:
 
 
 def _open(db: str | None, read_only: bool) -> str:
-    from tuner.importing import shipped_files
     from tuner.results.store import Store
 
     with Store.open(db, read_only=read_only) as store:
-        known = store.gpus()
-        shipped = [file.name.removesuffix(".json.gz") for file in shipped_files()]
-        if not read_only and any(gpu not in known for gpu in shipped):
-            log.info("loaded %d measured rows that ship with the package", store.load_shipped())
+        added = 0 if read_only else store.load_shipped()
+        if added:
+            log.info("loaded %d measured rows that ship with the package", added)
         return store.where
 
 

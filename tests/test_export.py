@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
-from dash_kernels.lookup import LookupTable
+from dash_kernels.lookup import TABLES, LookupTable, shipped_gpus
 from dash_kernels.problem import Config, Problem
 from tuner import export, importing
 from tuner.results import ResultRow, RunInfo, Store, StoreError
+from tuner.results.queries import Question, best
 from tuner.results.rows import ResultFilter
 
 RUN = RunInfo(
@@ -251,12 +252,48 @@ def test_shipped_rows_load_once_and_hold_no_folder_of_the_machine(
         assert export.lookup_table(other, "h200") == export.lookup_table(store, "h200")
 
 
-def test_the_rows_in_the_package_load() -> None:
+def test_the_rows_in_the_package_load_and_give_the_tables_in_the_package() -> None:
     with Store.open("sqlite://") as fresh:
         added = fresh.load_shipped()
         assert added == fresh.count()
-        assert (added > 0) == bool(importing.shipped_files())
         assert fresh.load_shipped() == 0
+        assert [f.name for f in importing.shipped_files()] == [
+            f"{g}.json.gz" for g in shipped_gpus()
+        ]
+        for gpu in shipped_gpus():
+            (release,) = fresh.releases(gpu)
+            text = (TABLES / f"{gpu}.json").read_text(encoding="utf-8")
+            assert release.table == text
+            made = export.lookup_table(fresh, gpu, release.name)
+            assert export.table_json(made) == text, "export the table again from the shipped rows"
+            answer = best(fresh, Question(gpu, "causal", 128))
+            draft = best(fresh, Question(gpu, "causal", 128, release="draft"))
+            assert (answer["release"], draft["release"]) == (release.name, None)
+            assert answer["best"] == draft["best"] | {"release": release.name}
+
+
+def test_rows_shipped_with_the_package_do_not_come_before_a_newer_sweep_of_this_machine(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    export.dump_shipped(store, "h200", tmp_path / "h200.json.gz")
+    monkeypatch.setattr(importing, "shipped_files", lambda: [tmp_path / "h200.json.gz"])
+    monkeypatch.setattr(importing, "TABLES", tmp_path)
+    (tmp_path / "h200.json").write_text(
+        export.table_json(export.lookup_table(store, "h200", "first"))
+    )
+    with Store.open("sqlite://") as own:
+        run = own.start_run(replace(RUN, uuid="own", environment={"driver": "999"}))
+        row = store.results(ResultFilter(status="ok"))[0]
+        slow = replace(row, id=None, run_id=None, run_uuid=None, created_at=None, tflops=1.0)
+        own.add(run, slow)
+        frozen = export.freeze(own, "h200", name="own")
+        assert own.load_shipped() == 3
+        (cell,) = own.winners("h200", ResultFilter(seq_len=row.seq_len))
+        assert cell.best.row.tflops == 1.0, (
+            "ids tell when rows were loaded, not when they were made"
+        )
+        assert {release.name for release in own.releases()} == {"own", "first"}
+        assert own.get_release(gpu="h200") == frozen
 
 
 @pytest.mark.parametrize(

@@ -77,6 +77,17 @@ def test_best_of_all_served_and_baselines() -> None:
     assert {row.to_config() for row in cell.servable} == {SERVED, ASCENDING, INTERLEAVED, TWO_PASS}
 
 
+def test_the_best_of_all_is_served_where_it_needs_one_cta_only() -> None:
+    """Each tie is judged against the fastest row, which need not be one that may be served."""
+    speeds = ((SHIFT, 1004.0), (INTERLEAVED, 1000.0), (SERVED, 997.0))
+    rows = [measured(config, tflops, tflops=tflops, samples=None) for config, tflops in speeds]
+    cell = cell_of(*rows)
+    assert pick([row for row in rows if row.min_resident == 1]) is not cell.best.row
+    assert cell.served.row is cell.best.row
+    assert cell.served.row.to_config() == INTERLEAVED
+    assert cell.served.confidence.lead == pytest.approx(1000 / 997 - 1)
+
+
 def test_two_pass_waits_for_no_cta_and_may_be_served() -> None:
     cell = cell_of(measured(TWO_PASS, 500, min_resident=None), measured(SHIFT, 400))
     assert cell.served.row.to_config() == TWO_PASS

@@ -28,7 +28,7 @@ from tuner.results.rows import (
     canonical,
     utc_now,
 )
-from tuner.winners import Cell, overall
+from tuner.winners import Cell, age, overall
 
 if TYPE_CHECKING:
     from tuner.results.store import Store
@@ -66,9 +66,7 @@ def lookup_table(
         raise StoreError(
             f"no measured winner for {gpu} in {store.where}; run dash-tune --gpu {gpu} first"
         )
-    newest = max(
-        (winner.row for cell in cells for winner in _standings(cell)), key=lambda row: row.id or 0
-    )
+    newest = max((winner.row for cell in cells for winner in _standings(cell)), key=age)
     run = next(run for run in store.runs(gpu) if run.id == newest.run_id)
     older = sum(cell.sweep != _sweep(run) for cell in cells)
     if older:

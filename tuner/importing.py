@@ -17,6 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dash_kernels.lookup import TABLES, LookupTable
 from dash_kernels.problem import Config, Problem
 from tuner.export import (
     DUMP_COLUMNS,
@@ -27,7 +28,8 @@ from tuner.export import (
     RUN_COLUMNS,
     column_kind,
 )
-from tuner.results.rows import ResultRow, RunInfo, StoreError
+from tuner.results.rows import Release, ResultRow, RunInfo, StoreError
+from tuner.winners import overall, winners
 
 if TYPE_CHECKING:
     from tuner.results.store import Store
@@ -89,16 +91,44 @@ def shipped_files() -> list[Path]:
 
 
 def load_shipped(store: Store) -> int:
-    """Merge every ``tuner/data/*.json.gz``; answers how many rows were new."""
+    """Merge every ``tuner/data/*.json.gz``, each with its lookup table as a release; answers how many rows were new."""
     counts = store.rows_by_run()
     added = 0
     for file in shipped_files():
         data = json.loads(gzip.decompress(file.read_bytes()))
+        uuids = {run["uuid"] for run in data["runs"]}
         data["runs"] = [
             run for run in data["runs"] if counts.get(run["uuid"], 0) < len(run["rows"])
         ]
         added += merge(store, parse_dump(data)).added
+        _load_release(store, file.name.removesuffix(".json.gz"), uuids)
     return added
+
+
+def _load_release(store: Store, gpu: str, uuids: set[str]) -> None:
+    """Make the shipped lookup table of ``gpu`` a release, as it was frozen from the rows of these runs."""
+    path = TABLES / f"{gpu}.json"
+    if not path.exists():
+        return
+    table = LookupTable.load(path)
+    if table.release in {release.name for release in store.releases(gpu)}:
+        return
+    rows = [pair for pair in store.candidates(gpu) if pair[0].run_uuid in uuids]
+    release = Release(
+        gpu,
+        table.release,
+        table.digest,
+        path.read_text(encoding="utf-8"),
+        "shipped with the package",
+        overall=[winner.to_dict() for winner in overall(winners(rows))],
+        last_result_id=store.last_result_id(),
+        created_at=_time(table.created),
+    )
+    try:
+        store.add_release(release)
+    except StoreError:  # another process may have been first
+        if table.release not in {release.name for release in store.releases(gpu)}:
+            raise
 
 
 def parse_dump(data: Any) -> list[tuple[RunInfo, list[ResultRow]]]:

@@ -3,10 +3,11 @@
 - A **cell** is one shape: gpu, mask, head_dim, dtype, head_group, seq_len, seq_len_kv, batch, heads, direction.
 - Rows are compared within one **sweep**: the runs that share environment and measurement policy, so that a sweep
   resumed over several commands is one, and a baseline comes from any of its runs. Each cell uses its newest sweep that
-  has a config to serve. Within a sweep the newest row of a config stands.
+  has a config to serve. Within a sweep the newest row of a config stands. Newest is by the time a row was made, so that
+  rows loaded later, shipped or imported ones, do not come before newer ones of this machine.
 - May win: status ok, a reduction policy that is deterministic, a finite cost, not above the chip's peak, and no row of
   the same config in the sweep that failed the correctness or the determinism gate.
-- ``best`` is the fastest of these, ``served`` the fastest that needs one resident CTA only.
+- ``best`` is the fastest of these, ``served`` the fastest that needs one resident CTA only: ``best`` itself if it does.
 - Where a cell had a final round (its leaders sampled in turn), only its rows, and newer ones, compete: times taken
   minutes apart saw other clocks.
 - Ties go by a fixed rule. A config ties with the fastest when it is within NOISE_FLOOR, or within NOISE_CAP with a 95 %
@@ -24,6 +25,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from statistics import NormalDist
 from typing import Any
 
@@ -44,6 +46,7 @@ CELL_FIELDS = [
     "direction",
 ]
 SLICE_FIELDS = ("gpu", "mask", "head_dim", "dtype", "head_group", "direction")
+NEVER = datetime.min.replace(tzinfo=timezone.utc)
 FAILED_CHECKS = ("correctness", "nondeterminism")
 MEDIAN_TO_MEAN_ERROR = math.sqrt(
     math.pi / 2
@@ -150,7 +153,7 @@ class Overall:
 
 
 def winners(candidates: Iterable[tuple[ResultRow, str]]) -> list[Cell]:
-    """Winners by cell, sorted. ``candidates`` are (row, name of its sweep) in the order of their ids."""
+    """Winners by cell, sorted. ``candidates`` are (row, name of its sweep), oldest first (:func:`age`)."""
     sweeps: dict[tuple[Any, ...], dict[str, list[ResultRow]]] = defaultdict(
         lambda: defaultdict(list)
     )
@@ -175,11 +178,13 @@ def _cell(by_sweep: dict[str, list[ResultRow]]) -> Cell | None:
         baselines = _baselines(rows)
         baseline = baselines.get("ascending")
         first = eligible[0]
+        best = _win(_comparable(eligible), baseline)
+        fixed = best.row if resident(best.row) == 1 else None
         cell = Cell(
             **{name: getattr(first, name) for name in CELL_FIELDS},
             sweep=sweep,
-            best=_win(_comparable(eligible), baseline),
-            served=_win(_comparable(servable), baseline) if servable else None,
+            best=best,
+            served=_win(_comparable(servable), baseline, fixed) if servable else None,
             baselines={name: _standing_of(row, baseline) for name, row in baselines.items()},
             servable=servable,
         )
@@ -189,14 +194,19 @@ def _cell(by_sweep: dict[str, list[ResultRow]]) -> Cell | None:
     return unserved
 
 
+def age(row: ResultRow) -> tuple[datetime, int]:
+    """Sort key, oldest first: when the row was made, then its place in the database."""
+    return row.created_at or NEVER, row.id or 0
+
+
 def _comparable(rows: Sequence[ResultRow]) -> Sequence[ResultRow]:
     """The rows of the cell's newest final round and any since, where there is one: earlier ones saw other clocks."""
     final = [row for row in rows if (row.telemetry or {}).get("round") == "final"]
     if not final:
         return rows
-    newest = max(final, key=lambda row: row.id or 0).run_id
-    start = min(row.id or 0 for row in final if row.run_id == newest)
-    return [row for row in rows if (row.id or 0) >= start]
+    newest = max(final, key=age).run_id
+    start = min(age(row) for row in final if row.run_id == newest)
+    return [row for row in rows if age(row) >= start]
 
 
 def _standing(rows: list[ResultRow]) -> list[ResultRow]:
@@ -226,8 +236,10 @@ def _baselines(rows: list[ResultRow]) -> dict[str, ResultRow]:
     return {name: pick(rows) for name, rows in found.items() if rows}
 
 
-def _win(rows: Sequence[ResultRow], baseline: ResultRow | None) -> Winner:
-    winner = pick(rows)
+def _win(
+    rows: Sequence[ResultRow], baseline: ResultRow | None, winner: ResultRow | None = None
+) -> Winner:
+    winner = winner or pick(rows)
     others = [row for row in rows if row is not winner]
     lead = _confidence([(winner, min(others, key=_cost))]) if others else None
     return Winner(winner, lead, _speedup(winner, baseline))

@@ -30,6 +30,7 @@ from tuner.winners import FAILED_CHECKS, Cell, winners
 RUN_FIELDS = tuple(f.name for f in fields(RunInfo))
 ROW_FIELDS = tuple(f.name for f in fields(ResultRow) if f.name != "run_uuid")
 RELEASE_FIELDS = tuple(f.name for f in fields(Release))
+NEWEST_RELEASE = (ReleaseTable.created_at.desc(), ReleaseTable.id.desc())
 ANY = ResultFilter()
 IDS_A_QUERY = 500  # SQLite bounds the parameters of a statement
 REMEMBERED = 256  # answers kept in memory
@@ -232,14 +233,15 @@ class Store:
         source: str = "measured",
         until_id: int | None = None,
     ) -> list[tuple[ResultRow, str]]:
-        """Rows that decide who wins, each with the name of its sweep (environment and measurement policy)."""
+        """Rows that decide who wins, oldest first, each with the name of its sweep (environment and policy)."""
         query = _rows().add_columns((Run.environment_key + ":" + Run.policy_key).label("sweep"))
         query = _matching(query, replace(filters, gpu=gpu, source=source, status=None))
         query = query.where(Result.status.in_(("ok", *FAILED_CHECKS)))
         if until_id is not None:
             query = query.where(Result.id <= until_id)
         with self._read() as connection:
-            found = [dict(row._mapping) for row in connection.execute(query.order_by(Result.id))]
+            query = query.order_by(Result.created_at, Result.id)
+            found = [dict(row._mapping) for row in connection.execute(query)]
         return [
             (ResultRow.stored(values), sweep) for values in found for sweep in [values.pop("sweep")]
         ]
@@ -286,9 +288,8 @@ class Store:
 
     def releases(self, gpu: str | None = None) -> list[Release]:
         """Releases, newest first."""
-        query = select(*(getattr(ReleaseTable, name) for name in RELEASE_FIELDS)).order_by(
-            ReleaseTable.id.desc()
-        )
+        query = select(*(getattr(ReleaseTable, name) for name in RELEASE_FIELDS))
+        query = query.order_by(*NEWEST_RELEASE)
         if gpu is not None:
             query = query.where(ReleaseTable.gpu == gpu)
         with self._read() as connection:
@@ -302,13 +303,16 @@ class Store:
         if gpu is not None:
             query = query.where(ReleaseTable.gpu == gpu)
         with self._read() as connection:
-            row = connection.execute(query.order_by(ReleaseTable.id.desc()).limit(1)).first()
+            row = connection.execute(query.order_by(*NEWEST_RELEASE).limit(1)).first()
         return None if row is None else Release(**row._mapping)
 
     # -- the rest ---------------------------------------------------------------------------------------------------
 
     def load_shipped(self) -> int:
-        """Add the measured rows that came with the package; answers how many were new. Safe to call at each start."""
+        """Add the measured rows that came with the package, and the releases frozen from them, where they are missing.
+
+        Answers how many rows were new. Safe to call at each start.
+        """
         from tuner.importing import load_shipped
 
         return load_shipped(self)

@@ -423,7 +423,7 @@ def _check_resident(
     config: Config, problem: Problem, sms: int, allow_resident: bool, sm_margin: int
 ) -> None:
     """Refuse already in the forward what the backward's launch would refuse: a kind that waits on later CTAs."""
-    from dash_kernels.kernels.backward_portable import cooperative_grid, min_resident
+    from dash_kernels.kernels.runtime import cooperative_grid, min_resident
 
     grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
     needed = min_resident(

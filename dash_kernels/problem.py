@@ -68,7 +68,9 @@ class Problem:
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a positive integer")
         if self.heads % self.heads_kv:
-            raise ValueError(f"heads ({self.heads}) is not a multiple of heads_kv ({self.heads_kv})")
+            raise ValueError(
+                f"heads ({self.heads}) is not a multiple of heads_kv ({self.heads_kv})"
+            )
 
     @property
     def causal(self) -> bool:
@@ -136,13 +138,17 @@ class Config:
             ("launch_order", LAUNCH_ORDERS),
         ):
             if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}")
+                raise ValueError(
+                    f"{name} is {getattr(self, name)!r}; choose one of {', '.join(allowed)}"
+                )
         for name in ("group", "block_m", "block_n", "num_stages", "dq_stages", "num_warps"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a positive integer")
         if not isinstance(self.heads_interleaved, int) or self.heads_interleaved < 0:
-            raise ValueError(f"heads_interleaved is {self.heads_interleaved!r}; it must be 0 (all) or more")
+            raise ValueError(
+                f"heads_interleaved is {self.heads_interleaved!r}; it must be 0 (all) or more"
+            )
 
     @property
     def deterministic(self) -> bool:
@@ -176,7 +182,9 @@ def _known_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
     known = {f.name for f in fields(cls)}
     unknown = sorted(set(data) - known)
     if unknown:
-        raise ValueError(f"unknown {cls.__name__} field {unknown[0]!r}; known: {', '.join(sorted(known))}")
+        raise ValueError(
+            f"unknown {cls.__name__} field {unknown[0]!r}; known: {', '.join(sorted(known))}"
+        )
     return data
 
 
@@ -195,7 +203,14 @@ class Support:
 
 HOPPER_TILES = {64: ((128, 128), (64, 128)), 128: ((64, 128),)}  # head_dim -> (block_m, block_n)
 PORTABLE_TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 128))
-SHARED_MEMORY_LIMIT = {(8, 0): 166912, (8, 6): 101376, (8, 9): 101376, (9, 0): 232448, (10, 0): 232448, (12, 0): 101376}
+SHARED_MEMORY_LIMIT = {
+    (8, 0): 166912,
+    (8, 6): 101376,
+    (8, 9): 101376,
+    (9, 0): 232448,
+    (10, 0): 232448,
+    (12, 0): 101376,
+}
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -231,7 +246,9 @@ def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9,
     from dash_kernels.schedules import SCHEDULES
 
     if config.schedule not in SCHEDULES:
-        return Support(False, f"schedule {config.schedule!r} is not one of {', '.join(sorted(SCHEDULES))}")
+        return Support(
+            False, f"schedule {config.schedule!r} is not one of {', '.join(sorted(SCHEDULES))}"
+        )
     if config.group > 1 and config.schedule != "grouped_shift":
         return Support(False, f"group is for grouped_shift; schedule is {config.schedule}")
     shared_bytes = hopper_shared_bytes if config.backend == "hopper" else portable_shared_bytes
@@ -253,11 +270,15 @@ def _not_built(config: Config, problem: Problem, capability: tuple[int, int]) ->
             return f"backend hopper needs compute capability 9.0; this is {capability[0]}.{capability[1]}"
         if (config.block_m, config.block_n) not in HOPPER_TILES[dim]:
             tiles = ", ".join(f"{m}x{n}" for m, n in HOPPER_TILES[dim])
-            return f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}"
+            return (
+                f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}"
+            )
         if config.num_warps != 8:
             return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
         if config.dq_stages < 2:
-            return "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once"
+            return (
+                "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once"
+            )
         if config.policy == "two_pass":
             return "two_pass runs on backend portable: the Hopper kernel has no dQ pass"
         return ""

@@ -16,6 +16,7 @@ import triton.language as tl
 
 from dash_kernels.kernels import backward_portable as portable
 from dash_kernels.kernels import portable_kernels as kernels
+from dash_kernels.kernels import runtime
 from dash_kernels.problem import Config
 from dash_kernels.schedules import Launch, TileGrid, default_launch
 
@@ -94,21 +95,20 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
     )
     grid = TileGrid(seq_len, seq_len_kv, *case["tile"], case["causal"])
     launch = Launch(default_launch(config.schedule).order, case.get("interleaved", 1))
-    arrays = portable.device_arrays(config.schedule, 1, grid, launch, torch.device("cpu"))
+    arrays = runtime.device_arrays(config.schedule, 1, grid, launch, torch.device("cpu"))
     if case.get("wrong_turn"):
         arrays.tensor[-1] += 1
     tickets = arrays.num_items * batch * heads
     torch.empty = poisoned
-    found = portable.launch_kernels(
-        *(odd_strides(x) for x in (dout, q, k, v, out.to(dtype))),
-        lse.float().contiguous(),
-        config=config,
-        grid=grid,
-        interleaved=launch.interleaved(batch * heads),
-        arrays=arrays,
-        scale=1 / math.sqrt(dim),
-        ctas=min(3, tickets) if case.get("persistent") else tickets,
-        persistent=case.get("persistent", False),
+    persistent = case.get("persistent", False)
+    plan = runtime.Plan(
+        config, grid, (), batch * heads, arrays, launch.interleaved(batch * heads),
+        min(3, tickets) if persistent else tickets, persistent,
+    )  # fmt: skip
+    tensors = [odd_strides(x) for x in (dout, q, k, v, out.to(dtype))]
+    bound_ns = 10**10
+    found = portable.launch_portable(
+        plan, *tensors, lse.float().contiguous(), 1 / math.sqrt(dim), bound_ns
     )
     errors, budgets = [], []
     for mine, wanted, reference in zip(found, exact, rounded, strict=True):

@@ -9,31 +9,28 @@ import pytest
 from dash_kernels.problem import Config
 from dash_kernels.schedules import Launch, TileGrid, build, pack
 
-portable: Any = None
+runtime: Any = None
 torch: Any = None
 SHIFT = Config(backend="portable", schedule="shift", signal="plain", launch_order="ascending")
 
 
 @pytest.fixture(autouse=True)
 def _modules() -> None:
-    global portable, torch
-    pytest.importorskip("triton")
+    global runtime, torch
     torch = pytest.importorskip("torch")
-    from dash_kernels.kernels import backward_portable
-
-    portable = backward_portable
+    from dash_kernels.kernels import runtime
 
 
 def test_waiting_on_later_ctas_is_refused_by_name() -> None:
     with pytest.raises(
         ValueError, match="schedule shift .* needs 32 of them resident.*allow_resident=True"
     ):
-        portable.cooperative_grid(SHIFT, 32, 64, 132, 0, allow_resident=False)
+        runtime.cooperative_grid(SHIFT, 32, 64, 132, 0, allow_resident=False)
 
 
 @pytest.mark.parametrize(("sm_margin", "ctas"), [(0, 64), (80, 52)])
 def test_a_cooperative_grid_leaves_the_margin(sm_margin: int, ctas: int) -> None:
-    assert portable.cooperative_grid(SHIFT, 32, 64, 132, sm_margin, allow_resident=True) == ctas
+    assert runtime.cooperative_grid(SHIFT, 32, 64, 132, sm_margin, allow_resident=True) == ctas
 
 
 @pytest.mark.parametrize(
@@ -45,7 +42,7 @@ def test_a_cooperative_grid_leaves_the_margin(sm_margin: int, ctas: int) -> None
 )
 def test_a_grid_too_small_is_refused(sm_margin: int, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        portable.cooperative_grid(SHIFT, 32, 64, 132, sm_margin, allow_resident=True)
+        runtime.cooperative_grid(SHIFT, 32, 64, 132, sm_margin, allow_resident=True)
 
 
 @pytest.mark.parametrize(
@@ -64,13 +61,13 @@ def test_only_the_loops_with_steps_are_built(
 ) -> None:
     grid = TileGrid(512, seq_len_kv, 64, 128, causal)
     packed = pack(build(schedule, grid), Launch())
-    assert portable.sections(packed, capability) == loops
+    assert runtime.sections(packed, capability) == loops
 
 
 def test_arrays_follow_one_another_as_the_kernel_cuts_them() -> None:
     grid = TileGrid(256, 256, 64, 128, True)
     launch = Launch("descending")
-    arrays = portable.device_arrays("shortest_first", 1, grid, launch, torch.device("cpu"))
+    arrays = runtime.device_arrays("shortest_first", 1, grid, launch, torch.device("cpu"))
     packed = pack(build("shortest_first", grid), launch)
     flat = arrays.tensor.tolist()
     assert (arrays.num_items, arrays.num_tiles, arrays.num_steps) == (2, 2, 6)
@@ -85,7 +82,6 @@ def test_arrays_follow_one_another_as_the_kernel_cuts_them() -> None:
         ({"v": (1, 8, 2, 128)}, "v is .1, 8, 2, 128."),
         ({"k": (1, 8, 3, 64)}, "k is .1, 8, 3, 64."),
         ({"lse": (1, 8, 2)}, "lse must be a contiguous float32"),
-        (dict.fromkeys(("q", "k", "v", "out", "dout"), (1, 8, 2, 96)), "head_dim is 96"),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(
@@ -98,5 +94,10 @@ def test_a_tensor_that_does_not_fit_is_named(
         name: torch.zeros(shape, dtype=torch.float32 if name == "lse" else torch.float16)
         for name, shape in shapes.items()
     }
+    config = Config(backend="portable", signal="plain")
+    grid = TileGrid(8, 8, config.block_m, config.block_n)
+    arrays = runtime.device_arrays("ascending", 1, grid, Launch(), torch.device("cpu"))
+    fitting = (1, 8, 2, 64), (1, 8, 2, 64), (1, 2, 8)
+    plan = runtime.Plan(config, grid, fitting, 2, arrays, 1, 2, False)
     with pytest.raises(ValueError, match=message):
-        portable.problem_of(**tensors, causal=False)
+        runtime.check_tensors(plan, **tensors)

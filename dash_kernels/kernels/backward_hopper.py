@@ -49,7 +49,9 @@ NO_MASK, CAUSAL_MASK, TAIL_MASK = (gl.constexpr(mask) for mask in range(3))
 # Words of a KV tile's record in shared memory: steps; batch and head; first of the head's Q tiles among all; first key;
 # where its steps begin in the arrays; masked steps; steps that this CTA did before it. A count of -1 ends the stream.
 # What the producer works out once costs the other roles no registers.
-COUNT, BATCH, HEAD, Q_TILES, KEY, FIRST, MASK_BEGIN, MASK_END, STEP = (gl.constexpr(word) for word in range(9))
+COUNT, BATCH, HEAD, Q_TILES, KEY, FIRST, MASK_BEGIN, MASK_END, STEP = (
+    gl.constexpr(word) for word in range(9)
+)
 RECORD_WORDS = gl.constexpr(9)
 
 
@@ -91,7 +93,9 @@ def bits(count):
 def flatten_dq(dq, M: gl.constexpr, D: gl.constexpr):
     BITS: gl.constexpr = (M * D).bit_length() - 1
     tile = permute_axes(dq.reshape(bits(BITS)), flat_order(M, D))
-    return gl.convert_layout(tile.reshape([M * D // 256, 256]), flat_layout(M, D), assert_trivial=True)
+    return gl.convert_layout(
+        tile.reshape([M * D // 256, 256]), flat_layout(M, D), assert_trivial=True
+    )
 
 
 @gluon.jit
@@ -167,7 +171,9 @@ def producer(
                 stage = step % STAGES
                 mbarrier.wait(q_empty.index(stage), ((step // STAGES) & 1) ^ 1)
                 if MASK == CAUSAL_MASK:
-                    write_scalar(reach_s.index(stage), m_block * M + causal_offset + 1 - n_block * N)
+                    write_scalar(
+                        reach_s.index(stage), m_block * M + causal_offset + 1 - n_block * N
+                    )
                 elif MASK == TAIL_MASK:
                     write_scalar(reach_s.index(stage), seq_len_kv - n_block * N)
                 row = (head * num_m + m_block) * M
@@ -230,7 +236,9 @@ def writer(
                             # Pay the owed signal before waiting, or two CTAs wait for each other.
                             if pending >= 0:
                                 wait_reduced(0)
-                                mbarrier.arrive(ring_empty.index((ring + DQ_STAGES - 1) % DQ_STAGES))
+                                mbarrier.arrive(
+                                    ring_empty.index((ring + DQ_STAGES - 1) % DQ_STAGES)
+                                )
                                 signal_turn(semaphores + pending)
                                 pending = -1
                             seen = await_turn(semaphore, turn, workspace, bound_us)
@@ -335,7 +343,11 @@ def one_step(
         fence_async_shared()
         thread_barrier()  # dS of both warpgroups is in shared memory
         dq = warpgroup_mma(
-            ds_s.permute((1, 0)), k, gl.zeros((M, D), gl.float32, DQ_LAYOUT), use_acc=False, is_async=True
+            ds_s.permute((1, 0)),
+            k,
+            gl.zeros((M, D), gl.float32, DQ_LAYOUT),
+            use_acc=False,
+            is_async=True,
         )
         dv, p16 = warpgroup_mma_wait(1, deps=[dv, p16])
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
@@ -360,7 +372,9 @@ def stage_out(
     stage = use % DQ_STAGES
     if POLICY != NO_DQ:
         mbarrier.wait(ring_empty.index(stage), ((use // DQ_STAGES) & 1) ^ 1)
-    out = reinterpret(dq_s.index(stage), desc.dtype, desc.block_type.shape, desc.layout).reshape([N, D])
+    out = reinterpret(dq_s.index(stage), desc.dtype, desc.block_type.shape, desc.layout).reshape(
+        [N, D]
+    )
     out.store(value.to(desc.dtype))
     fence_async_shared()
     thread_barrier()
@@ -398,13 +412,18 @@ def consumer(
                     ring_full, ring_empty, scale_log2, 0, M, N, D, STAGES, DQ_STAGES, POLICY,
                 )  # fmt: skip
             first = read_word(tile_s, tile, STEP)
-            for step in range(first + read_word(tile_s, tile, MASK_BEGIN), first + read_word(tile_s, tile, MASK_END)):
+            for step in range(
+                first + read_word(tile_s, tile, MASK_BEGIN),
+                first + read_word(tile_s, tile, MASK_END),
+            ):
                 dk, dv = one_step(
                     dk, dv, step, k_s, v_s, q_s, do_s, lse_s, delta_s, reach_s, count_s, ds_s, dq_s, q_full, do_full, q_empty,
                     ring_full, ring_empty, scale_log2, MASK, M, N, D, STAGES, DQ_STAGES, POLICY,
                 )  # fmt: skip
             first = read_word(tile_s, tile, STEP)
-            for step in range(first + read_word(tile_s, tile, MASK_END), first + read_word(tile_s, tile, COUNT)):
+            for step in range(
+                first + read_word(tile_s, tile, MASK_END), first + read_word(tile_s, tile, COUNT)
+            ):
                 dk, dv = one_step(
                     dk, dv, step, k_s, v_s, q_s, do_s, lse_s, delta_s, reach_s, count_s, ds_s, dq_s, q_full, do_full, q_empty,
                     ring_full, ring_empty, scale_log2, 0, M, N, D, STAGES, DQ_STAGES, POLICY,
@@ -413,7 +432,18 @@ def consumer(
         mbarrier.arrive(kv_empty)
         mbarrier.arrive(tile_empty.index(tile & 1))
         stage_out(dv, end, dv_desc, dq_s, ring_empty, out_full.index(0), N, D, DQ_STAGES, POLICY)
-        stage_out(dk * scale, end + 1, dk_desc, dq_s, ring_empty, out_full.index(1), N, D, DQ_STAGES, POLICY)
+        stage_out(
+            dk * scale,
+            end + 1,
+            dk_desc,
+            dq_s,
+            ring_empty,
+            out_full.index(1),
+            N,
+            D,
+            DQ_STAGES,
+            POLICY,
+        )
         tile += 1
         mbarrier.wait(tile_full.index(tile & 1), (tile >> 1) & 1)
 
@@ -436,14 +466,20 @@ def backward_hopper(
     q_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, M, D], q_desc.layout)
     do_s = gl.allocate_shared_memory(DTYPE, [STAGES, 1, 1, M, D], do_desc.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, M * D // 256, 256], dq_desc.layout)
-    ds_s = gl.allocate_shared_memory(DTYPE, [N, M], gl.NVMMASharedLayout.get_default_for([N, M], DTYPE))
+    ds_s = gl.allocate_shared_memory(
+        DTYPE, [N, M], gl.NVMMASharedLayout.get_default_for([N, M], DTYPE)
+    )
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
-    reach_s = gl.allocate_shared_memory(gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    reach_s = gl.allocate_shared_memory(
+        gl.int32, [STAGES, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     count_s = gl.allocate_shared_memory(gl.int32, [N], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     count_s.store(gl.arange(0, N, gl.BlockedLayout([1], [32], [gl.num_warps()], [0])))
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
-    tile_s = gl.allocate_shared_memory(gl.int32, [2 * RECORD_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    tile_s = gl.allocate_shared_memory(
+        gl.int32, [2 * RECORD_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
+    )
     tile_full = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     tile_empty = gl.allocate_shared_memory(gl.int64, [2, 1], BARRIER)
     kv_full = gl.allocate_shared_memory(gl.int64, [1], BARRIER)

@@ -99,14 +99,18 @@ def hopper_spec(
 
 
 def main_spec(
-    config: Config, head_dim: int, dtype: str, causal: bool, capability: tuple[int, int] = (9, 0)
-) -> Any:
-    """The main kernel of a backward on either backend."""
+    config: Config, head_dim: int, dtype: str, causal: bool, *, capability: tuple[int, int] = (9, 0),
+    cooperative: bool = False,
+) -> Any:  # fmt: skip
+    """The main kernel of a backward on either backend, for lengths that fill their tiles."""
     if config.backend == "hopper":
-        return hopper_spec(config, head_dim, dtype, causal)
+        return hopper_spec(config, head_dim, dtype, causal, cooperative=cooperative)
     from dash_kernels.kernels.backward_portable import compile_specs
 
-    return compile_specs(config, padded_head_dim(head_dim), dtype, causal, capability=capability)[0]
+    dim = padded_head_dim(head_dim)
+    return compile_specs(config, dim, dtype, causal, persistent=cooperative, capability=capability)[
+        0
+    ]
 
 
 def compile_spec(spec: Any, capability: tuple[int, int]) -> KernelResources:
@@ -180,33 +184,57 @@ def _ptxas_version(get_ptxas: Any, number: int, arch: str, triton_version: str) 
 
 
 def compile_backward(
-    config: Config, *, head_dim: int, dtype: str = "bfloat16", causal: bool, capability: tuple[int, int] = (9, 0)
+    config: Config, *, head_dim: int, dtype: str = "bfloat16", causal: bool, capability: tuple[int, int] = (9, 0),
+    cooperative: bool = False,
 ) -> KernelResources:  # fmt: skip
-    """Resources of the main kernel that ``config`` runs. Raises KernelCompileError."""
-    return compile_spec(main_spec(config, head_dim, dtype, causal, capability), capability)
+    """Resources of the main kernel that ``config`` runs. Raises KernelCompileError.
+
+    ``cooperative`` is the form in which a kind with min_resident > 1 runs.
+    """
+    spec = main_spec(
+        config, head_dim, dtype, causal, capability=capability, cooperative=cooperative
+    )
+    return compile_spec(spec, capability)
 
 
-def _shipped(max_head_dim: int) -> list[tuple[str, str, int, bool, Config, tuple[int, int]]]:
-    """Kernels of the shipped winners, each once: (gpu, dtype, head_dim, causal, config, capability)."""
+class Wanted(NamedTuple):
+    """One main kernel to build."""
+
+    gpu: str
+    capability: tuple[int, int]
+    dtype: str
+    head_dim: int
+    mask: str
+    config: Config
+    cooperative: bool
+
+
+def shipped_winners(max_head_dim: int) -> list[Wanted]:
+    """Main kernels of the winners in the shipped tables, served and best of all, each once.
+
+    Kinds and launches share a kernel, so a config stands here with the kind of its table entry that came first.
+    """
     from dash_kernels.device import resolve_gpu
     from dash_kernels.lookup import TABLES, LookupTable, shipped_gpus
 
-    found = {}
+    found: dict[Any, Wanted] = {}
     for gpu in shipped_gpus():
-        table = LookupTable.load(TABLES / f"{gpu}.json")
+        table, capability = LookupTable.load(TABLES / f"{gpu}.json"), resolve_gpu(gpu).capability
         for cell in table.cells:
-            if cell.problem.head_dim > max_head_dim or cell.direction != "backward":
+            p = cell.problem
+            if p.head_dim > max_head_dim or cell.direction != "backward":
                 continue
-            problem = cell.problem
-            config = cell.served.config.with_(
-                schedule="ascending", group=1, launch_order="ascending", heads_interleaved=1
-            )
-            capability = resolve_gpu(table.gpu).capability
-            key = (capability, problem.dtype, problem.head_dim, problem.mask, config)
-            found.setdefault(
-                key,
-                (table.gpu, problem.dtype, problem.head_dim, problem.causal, config, capability),
-            )
+            for entry in (cell.served, cell.best):
+                if entry is None:
+                    continue
+                cooperative = not entry.servable
+                wanted = Wanted(
+                    gpu, capability, p.dtype, p.head_dim, p.mask, entry.config, cooperative
+                )
+                plain = entry.config.with_(
+                    schedule="ascending", group=1, launch_order="ascending", heads_interleaved=1
+                )
+                found.setdefault(wanted._replace(config=plain), wanted)
     return list(found.values())
 
 
@@ -223,34 +251,30 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--capability", default="9.0", help="compute capability, for instance 9.0")
     parser.add_argument("--config", default="{}", help="JSON fields that differ from Config()")
+    parser.add_argument("--cooperative", action="store_true")
     options = parser.parse_args(arguments)
     try:
-        major, minor = (int(part) for part in options.capability.split("."))
         if options.shipped:
-            work = _shipped(options.max_head_dim)
+            work = shipped_winners(options.max_head_dim)
         else:
+            major, minor = (int(part) for part in options.capability.split("."))
             config = Config.from_dict(json.loads(options.config))
             work = [
-                (
-                    "",
-                    options.dtype,
-                    options.head_dim,
-                    options.mask == "causal",
-                    config,
-                    (major, minor),
+                Wanted(
+                    "", (major, minor), options.dtype, options.head_dim, options.mask, config, options.cooperative
                 )
-            ]
-        for gpu, dtype, head_dim, causal, config, capability in work:
+            ]  # fmt: skip
+        for wanted in work:
             found = compile_backward(
-                config, head_dim=head_dim, dtype=dtype, causal=causal, capability=capability
+                wanted.config, head_dim=wanted.head_dim, dtype=wanted.dtype, causal=wanted.mask == "causal",
+                capability=wanted.capability, cooperative=wanted.cooperative,
+            )  # fmt: skip
+            print(
+                json.dumps(
+                    {**wanted._asdict(), "config": wanted.config.to_dict(), **asdict(found)}
+                ),
+                flush=True,
             )
-            shape = {
-                "gpu": gpu,
-                "head_dim": head_dim,
-                "dtype": dtype,
-                "mask": "causal" if causal else "full",
-            }
-            print(json.dumps({**shape, "config": config.to_dict(), **asdict(found)}), flush=True)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -6,7 +6,6 @@ prepare (delta, LSE in base 2, cleared workspace) -> main (dK, dV, and dQ in tur
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon import language as gl
@@ -22,30 +21,28 @@ from dash_kernels.kernels.backward_hopper import (
     UNORDERED,
     backward_hopper,
 )
-from dash_kernels.kernels.backward_portable import (
+from dash_kernels.kernels.backward_portable import launch_portable
+from dash_kernels.kernels.cast_flat import cast_flat
+from dash_kernels.kernels.portable_kernels import prepare_tiles
+from dash_kernels.kernels.runtime import (
+    LOG2E,
     SMALL_OPTIONS,
-    TURN_BOUND_NS,
-    DeviceArrays,
+    WATCHDOG_SECONDS,
+    Plan,
     TurnTimeout,
-    _held_by_graphs,
-    backward_portable,
-    cooperative_grid,
-    device_arrays,
-    min_resident,
+    check_tensors,
+    hold_arrays,
+    plan_launch,
     raise_if_turn_missed,
     turn_record,
 )
-from dash_kernels.kernels.cast_flat import cast_flat
-from dash_kernels.kernels.portable_kernels import prepare_tiles
-from dash_kernels.problem import Config, Problem, supports
-from dash_kernels.schedules import Launch, TileGrid
+from dash_kernels.problem import Config
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = ["TurnTimeout", "backward", "raise_if_turn_missed"]
 
-LOG2E = 1.4426950408889634
 POLICIES = {"unordered": UNORDERED.value, "ordered": ORDERED.value, "two_pass": NO_DQ.value}
 GLUON_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
 
@@ -53,7 +50,7 @@ GLUON_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
     *, config: Config, causal: bool, scale: float, allow_resident: bool = False, sm_margin: int = 0,
-    watchdog_seconds: float = TURN_BOUND_NS / 1e9,
+    watchdog_seconds: float = WATCHDOG_SECONDS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dQ, dK, dV of attention, each (B, S, H, D) contiguous, by the backend that ``config`` names.
 
@@ -64,101 +61,19 @@ def backward(
     Raises ValueError for what cannot run, before anything is launched. A turn that does not come within
     ``watchdog_seconds`` makes that launch's dQ NaN, and the next call on the device raises TurnTimeout naming it.
     """
-    if config.backend == "portable":
-        return backward_portable(
-            dout, q, k, v, out, lse, config=config, causal=causal, scale=scale, allow_resident=allow_resident,
-            sm_margin=sm_margin, watchdog_seconds=watchdog_seconds,
-        )  # fmt: skip
     import torch
 
-    plan = _plan(
+    plan = plan_launch(
         config, causal, tuple(q.shape), k.shape[1], q.dtype, q.device, sm_margin, allow_resident
     )
-    _check_tensors(plan, dout, q, k, v, out, lse)
+    check_tensors(plan, dout, q, k, v, out, lse)
     raise_if_turn_missed(q.device)
     with torch.cuda.device(q.device):
-        if torch.cuda.is_current_stream_capturing():
-            _held_by_graphs.add(plan.arrays.tensor)
-        else:
-            plan.arrays.tensor.record_stream(torch.cuda.current_stream())
-        return _launch_hopper(plan, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e6))
-
-
-@dataclass(frozen=True)
-class Plan:
-    """All of a launch that does not depend on the tensors' contents or addresses."""
-
-    config: Config
-    grid: TileGrid
-    shapes: tuple[Any, ...]  # of q (also dout and out), k and v, lse
-    arrays: DeviceArrays
-    interleaved: int
-    ctas: int
-    cooperative: bool
-    mask: int
-    layouts: tuple[Any, ...]
-
-
-@functools.lru_cache(maxsize=4096)
-def _plan(
-    config: Config, causal: bool, q_shape: tuple[int, ...], seq_len_kv: int, dtype: Any, device: Any, sm_margin: int,
-    allow_resident: bool,
-) -> Plan:  # fmt: skip
-    """Check that ``config`` can run this shape and work out its launch; ValueError naming what cannot run."""
-    import torch
-
-    batch, seq_len, heads, head_dim = q_shape
-    if head_dim not in (64, 128):
-        raise ValueError(f"head_dim is {head_dim}; the kernels run 64 and 128: pad it with zeros")
-    problem = Problem(
-        "causal" if causal else "full", head_dim, seq_len, str(dtype).removeprefix("torch."), batch, heads, heads,
-        seq_len_kv,
-    )  # fmt: skip
-    support = supports(config, problem, torch.cuda.get_device_capability(device))
-    if not support:
-        raise ValueError(f"config cannot run this problem: {support.reason}")
-    sms = torch.cuda.get_device_properties(device).multi_processor_count
-    if not 0 <= sm_margin < sms:
-        raise ValueError(f"sm_margin is {sm_margin}; it must leave at least one of the {sms} SMs")
-    grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
-    total_heads = batch * heads
-    arrays = device_arrays(config.schedule, config.group, grid, launch, device)
-    needed = 1
-    if config.policy == "ordered":
-        needed = min_resident(config.schedule, config.group, grid, launch, total_heads)
-    tickets = total_heads * arrays.num_items
-    ctas = min(tickets, sms - sm_margin)
-    if needed > 1:
-        ctas = cooperative_grid(config, needed, tickets, sms, sm_margin, allow_resident)
-    mask = CAUSAL_MASK if causal else TAIL_MASK if seq_len_kv % config.block_n else NO_MASK
-    return Plan(
-        config, grid, (q_shape, (batch, seq_len_kv, heads, head_dim), (batch, heads, seq_len)), arrays,
-        launch.interleaved(total_heads), ctas, needed > 1, mask.value,
-        tile_layouts(config.block_m, config.block_n, head_dim, GLUON_DTYPES[str(dtype)]),
-    )  # fmt: skip
-
-
-def _check_tensors(
-    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """ValueError naming the first tensor that the copy engine could not read or that does not fit the others."""
-    q_shape, kv_shape, lse_shape = plan.shapes
-    for name, tensor, shape in (
-        ("q", q, q_shape), ("dout", dout, q_shape), ("out", out, q_shape), ("k", k, kv_shape), ("v", v, kv_shape),
-    ):  # fmt: skip
-        if tensor.shape != shape:
-            raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {shape}")
-        if tensor.dtype != q.dtype or tensor.device != q.device:
-            raise ValueError(
-                f"{name} is {tensor.dtype} on {tensor.device}; q is {q.dtype} on {q.device}"
-            )
-        batch, row, head, col = tensor.stride()
-        if col != 1 or batch % 8 or row % 8 or head % 8 or tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()} or a base that is not 16-byte aligned: copy it"
-            )
-    if lse.shape != lse_shape or not lse.is_contiguous() or lse.element_size() != 4:
-        raise ValueError(f"lse must be a contiguous float32 tensor of {lse_shape}")
+        hold_arrays(plan.arrays)
+        if config.backend == "portable":
+            bound_ns = int(watchdog_seconds * 1e9)
+            return launch_portable(plan, dout, q, k, v, out, lse, scale, bound_ns)
+        return launch_hopper(plan, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e6))
 
 
 @functools.cache
@@ -182,7 +97,7 @@ def _rows(tensor: Tensor, block: int, layout: Any) -> Any:
     )
 
 
-def _launch_hopper(
+def launch_hopper(
     plan: Plan,
     dout: Tensor,
     q: Tensor,
@@ -201,12 +116,14 @@ def _launch_hopper(
     import torch
 
     config, grid, arrays = plan.config, plan.grid, plan.arrays
-    batch, seq_len, heads, head_dim = q.shape
-    block_m, block_n = config.block_m, config.block_n
-    total_heads, num_m = batch * heads, grid.num_m
-    q_tiles = total_heads * num_m
+    _, seq_len, heads, head_dim = q.shape
+    block_m, block_n, num_m = config.block_m, config.block_n, grid.num_m
+    q_tiles = plan.total_heads * num_m
     policy = POLICIES[config.policy]
-    q_layout, kv_layout, vector_layout, flat_layout = plan.layouts
+    mask = CAUSAL_MASK if grid.causal else TAIL_MASK if grid.seq_len_kv % block_n else NO_MASK
+    q_layout, kv_layout, vector_layout, flat_layout = tile_layouts(
+        block_m, block_n, head_dim, GLUON_DTYPES[str(q.dtype)]
+    )
     rows, flat_rows = q_tiles * block_m, block_m * head_dim // 256
 
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
@@ -225,9 +142,9 @@ def _launch_hopper(
         TensorDescriptor(delta, [rows], [1], [block_m], vector_layout),
         TensorDescriptor(accumulated, [q_tiles * flat_rows, 256], [256, 1], [flat_rows, 256], flat_layout),
         _rows(dk, block_n, kv_layout), _rows(dv, block_n, kv_layout),
-        workspace, arrays.tensor, arrays.num_items, arrays.num_tiles, arrays.num_steps, total_heads, heads,
+        workspace, arrays.tensor, arrays.num_items, arrays.num_tiles, arrays.num_steps, plan.total_heads, heads,
         plan.interleaved, num_m, grid.seq_len_kv - seq_len, grid.seq_len_kv, bound_us, scale * LOG2E, scale,
-        MASK=plan.mask, M=block_m, N=block_n, D=head_dim, STAGES=config.num_stages, DQ_STAGES=config.dq_stages,
+        MASK=mask.value, M=block_m, N=block_n, D=head_dim, STAGES=config.num_stages, DQ_STAGES=config.dq_stages,
         POLICY=policy, DEFERRED=config.signal == "deferred", ORDER_OF_START=plan.cooperative,
         num_warps=config.num_warps, enable_fp_fusion=True, launch_cooperative_grid=plan.cooperative,
     )  # fmt: skip

@@ -32,11 +32,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from dash_kernels.kernels import runtime
+
 UNORDERED, ORDERED, NO_DQ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Words of the workspace before the semaphores: ticket, abort flag, late tile, its turn, what it saw, then room.
 HEADER_WORDS = tl.constexpr(32)
 # SECTIONS has a bit each for loops over plain, masked and plain steps (1, 2, 4); this value masks all steps in one.
-ALL_MASKED = tl.constexpr(10)
+ALL_MASKED = tl.constexpr(runtime.ALL_MASKED)
 LOG2E = tl.constexpr(1.4426950408889634)
 
 WAIT_FOR_TURN = tl.constexpr("""{

@@ -19,14 +19,14 @@ SECONDS = 0.3
 @pytest.fixture(params=BACKENDS)
 def planted(request: pytest.FixtureRequest) -> Iterator[Any]:
     """(call, plant): a backward with a short watchdog, and what spoils its last turn and returns (m_block, turn)."""
-    from dash_kernels.kernels import backward_portable
+    from dash_kernels.kernels import runtime
 
     problem = Problem("causal", 64, 700, batch=1, heads=1)
     config: Config = config_for("ascending", request.param, 64)
     skip_unless_supported(config, problem)
     call = functools.partial(backward_call(problem, config), watchdog_seconds=SECONDS)
     call()
-    arrays = backward_portable.device_arrays(
+    arrays = runtime.device_arrays(
         config.schedule,
         config.group,
         TileGrid.for_config(problem, config),

@@ -1,0 +1,220 @@
+"""What the launches of both backends share: the plan of a launch, a schedule's arrays on the device, missed turns."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dash_kernels.problem import Config, Problem, supports
+from dash_kernels.schedules import Launch, Packed, TileGrid, build, check, pack
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+LOG2E = 1.4426950408889634
+WATCHDOG_SECONDS = 10.0  # a turn that has not come by then will not come
+# Of the passes before and after a main kernel.
+SMALL_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
+ALL_MASKED = 10  # portable kernel: one loop that masks every step
+
+
+class TurnTimeout(RuntimeError):
+    """A contribution to dQ waited for a turn that did not come within the bound; that launch's dQ is NaN."""
+
+
+@dataclass(frozen=True)
+class DeviceArrays:
+    """A packed schedule on one device: its sections one after another, in the order of ``device_arrays``."""
+
+    tensor: Tensor
+    num_items: int
+    num_tiles: int
+    num_steps: int
+    sections: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a launch that does not depend on the tensors' contents or addresses."""
+
+    config: Config
+    grid: TileGrid
+    shapes: tuple[Any, ...]  # of q (also dout and out), of k and v, of lse
+    total_heads: int
+    arrays: DeviceArrays
+    interleaved: int
+    ctas: int
+    cooperative: bool
+
+
+# A captured graph keeps no reference to the arrays that it reads.
+_held_by_graphs: set[Tensor] = set()
+
+
+@functools.lru_cache(maxsize=4096)
+def plan_launch(
+    config: Config, causal: bool, q_shape: tuple[int, ...], seq_len_kv: int, dtype: Any, device: Any, sm_margin: int,
+    allow_resident: bool,
+) -> Plan:  # fmt: skip
+    """Check that ``config`` can run this shape and work out its launch; ValueError naming what cannot run.
+
+    ``q_shape`` is (batch, seq_len, heads, head_dim). The Hopper kernel's CTAs are persistent, one an SM; the portable
+    kernel's only in a cooperative launch.
+    """
+    import torch
+
+    batch, seq_len, heads, head_dim = q_shape
+    if head_dim not in (64, 128):
+        raise ValueError(f"head_dim is {head_dim}; the kernels run 64 and 128: pad it with zeros")
+    mask = "causal" if causal else "full"
+    name = str(dtype).removeprefix("torch.")
+    problem = Problem(mask, head_dim, seq_len, name, batch, heads, heads, seq_len_kv)
+    support = supports(config, problem, torch.cuda.get_device_capability(device))
+    if not support:
+        raise ValueError(f"config cannot run this problem: {support.reason}")
+    grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
+    total_heads = batch * heads
+    arrays = device_arrays(config.schedule, config.group, grid, launch, device)
+    needed = 1
+    if config.policy == "ordered":
+        needed = min_resident(config.schedule, config.group, grid, launch, total_heads)
+    sms = torch.cuda.get_device_properties(device).multi_processor_count
+    if not 0 <= sm_margin < sms:
+        raise ValueError(f"sm_margin is {sm_margin}; it must leave at least one of the {sms} SMs")
+    tickets = total_heads * arrays.num_items
+    if needed > 1:
+        ctas = cooperative_grid(config, needed, tickets, sms, sm_margin, allow_resident)
+    else:
+        ctas = min(tickets, sms - sm_margin) if config.backend == "hopper" else tickets
+    shapes = q_shape, (batch, seq_len_kv, heads, head_dim), (batch, heads, seq_len)
+    return Plan(
+        config,
+        grid,
+        shapes,
+        total_heads,
+        arrays,
+        launch.interleaved(total_heads),
+        ctas,
+        needed > 1,
+    )
+
+
+def check_tensors(
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """ValueError naming the first tensor that does not fit the others or that the backend cannot read in place."""
+    q_shape, kv_shape, lse_shape = plan.shapes
+    aligned = plan.config.backend == "hopper"  # its copy engine wants 16-byte rows
+    for name, tensor, shape in (
+        ("q", q, q_shape), ("dout", dout, q_shape), ("out", out, q_shape), ("k", k, kv_shape), ("v", v, kv_shape),
+    ):  # fmt: skip
+        if tensor.shape != shape:
+            raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {shape}")
+        if tensor.dtype != q.dtype or tensor.device != q.device:
+            raise ValueError(
+                f"{name} is {tensor.dtype} on {tensor.device}; q is {q.dtype} on {q.device}"
+            )
+        batch, row, head, col = tensor.stride()
+        if col != 1:
+            raise ValueError(f"{name} has stride {col} in its last dimension; make it contiguous")
+        if aligned and (batch % 8 or row % 8 or head % 8 or tensor.data_ptr() % 16):
+            raise ValueError(
+                f"{name} has strides {tensor.stride()} or a base that is not 16-byte aligned: make it contiguous"
+            )
+    if lse.shape != lse_shape or not lse.is_contiguous() or str(lse.dtype) != "torch.float32":
+        raise ValueError(f"lse must be a contiguous float32 tensor of {lse_shape}")
+
+
+def hold_arrays(arrays: DeviceArrays) -> None:
+    """Keep a schedule's arrays alive for the launch that is about to read them on the current stream."""
+    import torch
+
+    if torch.cuda.is_current_stream_capturing():
+        _held_by_graphs.add(arrays.tensor)
+    else:
+        arrays.tensor.record_stream(torch.cuda.current_stream())
+
+
+@functools.lru_cache(maxsize=1024)
+def device_arrays(
+    kind: str, group: int, grid: TileGrid, launch: Launch, device: Any
+) -> DeviceArrays:
+    """Upload a schedule once. Raises RuntimeError while a CUDA graph is captured, where no upload is possible."""
+    import torch
+
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"run {kind} once for {grid} before capturing it in a CUDA graph: its arrays need an upload"
+        )
+    packed = pack(build(kind, grid, group), launch)
+    parts = (
+        packed.item_order, packed.item_begin, packed.kv_tile, packed.visit_begin, packed.visit_count,
+        packed.mask_begin, packed.mask_end, packed.visit, packed.turn,
+    )  # fmt: skip
+    flat = [number for part in parts for number in part]
+    tensor = torch.tensor(flat, dtype=torch.int32, device=device)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    lengths = len(packed.item_order), len(packed.kv_tile), len(packed.visit)
+    return DeviceArrays(tensor, *lengths, sections(packed, capability))
+
+
+def sections(packed: Packed, capability: tuple[int, int]) -> int:
+    """Which of the loops over plain, masked and plain steps the schedule needs: bits 0 to 2, for the portable kernel.
+
+    On 10.x each loop would hold dK and dV in tensor memory of its own and overflow it: there one loop masks all.
+    """
+    steps = list(zip(packed.mask_begin, packed.mask_end, packed.visit_count, strict=True))
+    before = any(begin > 0 for begin, _, _ in steps)
+    masked = any(end > begin for begin, end, _ in steps)
+    after = any(count > end for _, end, count in steps)
+    if capability[0] == 10 and masked + before + after > 1:
+        return ALL_MASKED
+    return before + 2 * masked + 4 * after
+
+
+@functools.lru_cache(maxsize=1024)
+def min_resident(kind: str, group: int, grid: TileGrid, launch: Launch, total_heads: int) -> int:
+    """The fewest resident CTAs with which the schedule always ends; proves the schedule on the way."""
+    return check(build(kind, grid, group), launch, total_heads).min_resident
+
+
+def cooperative_grid(
+    config: Config, needed: int, tickets: int, sms: int, sm_margin: int, allow_resident: bool
+) -> int:
+    """CTAs of a cooperative launch of a kind that needs ``needed`` of them resident; ValueError where it must not run."""
+    if not allow_resident:
+        raise ValueError(
+            f"schedule {config.schedule} launched {config.launch_order} waits for CTAs that start later and needs "
+            f"{needed} of them resident: choose ascending, descending or shortest_first with its own launch order, or pass "
+            f"allow_resident=True"
+        )
+    if not 0 <= sm_margin < sms:
+        raise ValueError(f"sm_margin is {sm_margin}; it must leave at least one of the {sms} SMs")
+    grid = min(tickets, sms - sm_margin)
+    if grid < needed:
+        raise ValueError(
+            f"schedule {config.schedule} needs {needed} resident CTAs, but {sms} SMs less sm_margin={sm_margin} hold "
+            f"{grid}: choose a monotone schedule, a larger block_n or a smaller sm_margin"
+        )
+    return grid
+
+
+@functools.cache
+def turn_record(device: Any) -> Tensor:
+    """Where a kernel writes (1, head, m_block, turn, seen) when a turn does not come: host memory, read without a sync."""
+    import torch
+
+    return torch.zeros(5, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
+def raise_if_turn_missed(device: Any) -> None:
+    """Raise TurnTimeout for a turn that an earlier launch on this device has missed, once."""
+    record = turn_record(device)
+    if record[0]:
+        _, head, m_block, turn, seen = record.tolist()
+        record.zero_()
+        raise TurnTimeout(
+            f"head {head}, Q tile {m_block}: turn {turn} did not come in time ({seen} contributions had been added): "
+            f"the gradients of that backward are NaN; use a monotone schedule"
+        )

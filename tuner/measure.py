@@ -16,7 +16,7 @@ from tuner.failures import CandidateError
 from tuner.gates import Cell, Entry, cell_bytes
 from tuner.nvml import Monitor
 from tuner.policy import MeasurementPolicy
-from tuner.sampling import Sampler, Timing, flush_buffer
+from tuner.sampling import Sampler, Timing, flush_buffer, matmul_tflops
 from tuner.stats import interval_width, median_interval
 
 CELL_MEMORY_SHARE = 0.25
@@ -43,6 +43,7 @@ class Measurer:
             "memory_bytes": self._memory(),
         }
         self.cells: OrderedDict[Problem, Cell] = OrderedDict()
+        self.ceiling = round(matmul_tflops(torch, self.sampler), 1)
 
     def _memory(self) -> int:
         return int(self.torch.cuda.get_device_properties(0).total_memory)
@@ -139,7 +140,9 @@ class Measurer:
                 head_dim=problem.head_dim,
                 environment=self.environment,
             ),
-            "telemetry": dict(timing.telemetry, interval=interval_width(samples)),
+            "telemetry": dict(
+                timing.telemetry, interval=interval_width(samples), matmul_tflops=self.ceiling
+            ),
         }
 
     # -- cells ------------------------------------------------------------------------------------------------------

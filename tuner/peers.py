@@ -23,12 +23,11 @@ from tuner.nvml import visible_gpus
 from tuner.peer_kernels import available, fa4_version
 from tuner.policy import MeasurementPolicy
 from tuner.results import ResultFilter, Store
-from tuner.sampling import Sampler
+from tuner.sampling import Sampler, matmul_tflops
 from tuner.space import SpaceFilter, baseline_config, problems, validate
 from tuner.stats import median_interval
 
 WARM_TIMEOUT_S = 300.0
-MATMUL = 8192
 OURS = ("dash_served", "dash_best", "dash_unordered", "dash_ascending")
 
 
@@ -161,19 +160,11 @@ class Bench:
             "kernel_hash": self.environment["kernel_hash"],
             "cudnn": torch.backends.cudnn.version(),
             "flash_attn_4": fa4_version(),
-            "matmul_bf16_8192_tflops": round(self._matmul(), 1),
+            "matmul_bf16_8192_tflops": round(matmul_tflops(self.torch, self.sampler), 1),
             "measurement_policy": self.policy.to_dict(),
             "flops": "2.5 * 4*B*H*S*S*D, halved for causal",
             "note": "one run; every kernel of a row sampled in turn; whole backward, zeroing and casts included",
         }
-
-    def _matmul(self) -> float:
-        a, b = (
-            self.torch.randn(MATMUL, MATMUL, device="cuda", dtype=self.torch.bfloat16)
-            for _ in range(2)
-        )
-        timing = self.sampler.run([lambda: self.torch.mm(a, b)])
-        return 2.0 * MATMUL**3 / median_interval(timing.samples[0])[0] * 1e-9
 
     def row(self, problem: Problem, ours: dict[str, Config]) -> dict[str, Any]:
         """One shape: what every kernel did."""

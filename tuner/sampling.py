@@ -8,9 +8,10 @@ from typing import Any
 
 from tuner.nvml import SPOILING, Monitor, throttle_names
 from tuner.policy import MeasurementPolicy
-from tuner.stats import interval_width
+from tuner.stats import interval_width, median_interval
 
 BATCH_ROUNDS = 6
+MATMUL = 8192
 LONGEST_SPIN_S = 0.2
 SPIN_HZ = 1.7e9  # cycles a second that torch.cuda._sleep counts, near enough for a lead
 
@@ -45,6 +46,13 @@ class Timing:
 def flush_buffer(torch: Any, l2_bytes: int) -> Any:
     """Twice the L2, on the current GPU."""
     return torch.empty(max(2 * l2_bytes, 1 << 20), dtype=torch.int8, device="cuda")
+
+
+def matmul_tflops(torch: Any, sampler: Sampler) -> float:
+    """The chip's ceiling as it runs here: TFLOPS of a square bf16 matrix product of MATMUL rows."""
+    a, b = (torch.randn(MATMUL, MATMUL, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    timing = sampler.run([lambda: torch.mm(a, b)])
+    return 2.0 * MATMUL**3 / median_interval(timing.samples[0])[0] * 1e-9
 
 
 class Sampler:

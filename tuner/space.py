@@ -207,6 +207,7 @@ def _tiers(
     portable = _base(problem, capability, "portable")
     yield 3, portable
     yield 3, replace(portable, policy="two_pass")
+    yield 3, replace(portable, block_m=64, block_n=128)
     if filters.thorough:
         yield from _product(base, problem, backend)
 

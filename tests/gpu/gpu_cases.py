@@ -40,7 +40,7 @@ def config_for(kind: str, backend: str, head_dim: int, policy: str = "ordered") 
         tile = {"block_m": 128 if dim == 64 else 64, "block_n": 128}
         return Config(backend="hopper", signal=signal, **tile, **common)
     tile = {"block_m": 64, "block_n": 64} if dim == 128 else {"block_m": 64, "block_n": 128}
-    return Config(backend="portable", signal="plain", num_warps=4, **tile, **common)
+    return Config(backend="portable", signal="plain", num_warps=8, num_stages=3, **tile, **common)
 
 
 def skip_unless_supported(config: Config, problem: Problem) -> None:

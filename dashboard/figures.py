@@ -258,8 +258,8 @@ def registers_figure(points: Sequence[Point], theme: Theme = LIGHT) -> go.Figure
             y=[p.kind for p in part],
             mode="markers+text" if spills else "markers",
             name="spills" if spills else "no spill",
-            text=[f"{p.spill_bytes} B" if spills else "" for p in part],
-            textposition="top center",
+            text=_spill_labels(part) if spills else None,
+            textposition="middle left",
             textfont={"family": MONO, "size": 11, "color": theme.alarm},
             marker={
                 "symbol": "x" if spills else [mark_of(p.kind).symbol for p in part],
@@ -276,7 +276,7 @@ def registers_figure(points: Sequence[Point], theme: Theme = LIGHT) -> go.Figure
         )
     figure.add_vline(x=MAX_REGISTERS, line={"color": theme.soft, "width": 1, "dash": "longdash"})
     low = min(p.registers for p in known if p.registers is not None)
-    title = f"registers a thread (the limit is {MAX_REGISTERS})"
+    title = f"registers a thread, at most {MAX_REGISTERS}"
     figure.update_xaxes(title_text=title, range=[max(0, low - 24), MAX_REGISTERS + 8])
     figure.update_yaxes(
         categoryorder="array",
@@ -291,6 +291,19 @@ def _distinct(points: Iterable[Point]) -> list[Point]:
     """One point for each place in the register view."""
     seen = {(p.kind, p.registers, p.spill_bytes, p.tile, p.head_dim): p for p in points}
     return list(seen.values())
+
+
+def _spill_labels(points: Sequence[Point]) -> list[str]:
+    """The bytes beside each mark: points on one spot share one label, the span of their bytes."""
+    spots: dict[tuple[str, int | None], list[int]] = {}
+    for point in points:
+        spots.setdefault((point.kind, point.registers), []).append(point.spill_bytes or 0)
+    labels = []
+    for point in points:
+        held = spots.pop((point.kind, point.registers), [])
+        span = sorted({min(held), max(held)}) if held else []
+        labels.append(" to ".join(map(str, span)) + " B  " if span else "")
+    return labels
 
 
 FAILURES = ("constraints", "compile", "timeout", "runtime", "correctness", "nondeterminism")

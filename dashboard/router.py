@@ -49,6 +49,7 @@ def templates_with(base: Callable[[Request], str]) -> Jinja2Templates:
         ],
     )
     templates.env.filters["kind_class"] = views.kind_class
+    templates.env.filters["breakable"] = views.breakable
     return templates
 
 

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from markupsafe import Markup, escape
+
 from dash_kernels.problem import Config
 from dash_kernels.schedules import SCHEDULES
 from dashboard import filters as state
@@ -75,6 +77,11 @@ def kind_class(label: str) -> str:
     """CSS class suffix of a kind: the palette's name, or ``other``."""
     base = label.split("(")[0]
     return base if base in MARKS else "other"
+
+
+def breakable(name: str) -> Markup:
+    """A kind's name that may break after an underscore, where a column is narrow."""
+    return Markup(escape(name).replace("_", Markup("_<wbr>")))
 
 
 def length(seq_len: int) -> str:
@@ -238,13 +245,15 @@ def _map_cell(cell: Cell) -> dict[str, Any]:
     }
 
 
-def _lead(confidence: Confidence | None) -> str:
+def _lead(confidence: Confidence | None) -> tuple[str, str]:
+    """(what the table shows, the numbers behind it): a lead that is not above zero for sure is a tie."""
     if confidence is None:
-        return UNKNOWN
+        return UNKNOWN, "nothing else was measured"
     if confidence.low is None or confidence.high is None:
-        return percent(confidence.lead)
+        return percent(confidence.lead), "interval unknown"
     half = (confidence.high - confidence.low) / 2
-    return f"{percent(confidence.lead)} ± {half * 100:.1f}"
+    numbers = f"{percent(confidence.lead)} ± {half * 100:.1f}"
+    return ("tie" if confidence.low <= 0 else numbers), f"{numbers} over the runner-up"
 
 
 def config_table(cells: Sequence[Cell]) -> list[dict[str, Any]]:
@@ -268,6 +277,7 @@ def _config_row(cell: Cell) -> dict[str, Any]:
             "gain": times(own / top),
             "needs": resident(cell.best.row) or "all",
         }
+    lead, lead_title = _lead(winner.confidence)
     arguments = ", ".join(f"{name}={value!r}" for name, value in config.to_dict().items())
     return {
         "seq_len": cell.seq_len,
@@ -278,7 +288,8 @@ def _config_row(cell: Cell) -> dict[str, Any]:
         "tflops": f"{tflops:.1f}" if tflops else UNKNOWN,
         "speedup": times(winner.speedup_vs_baseline),
         "order_cost": percent(order_cost(cell)),
-        "lead": _lead(winner.confidence),
+        "lead": lead,
+        "lead_title": lead_title,
         "registers": UNKNOWN if row.registers is None else row.registers,
         "spill": UNKNOWN if row.spill_bytes is None else f"{row.spill_bytes} B",
         "spills": bool(row.spill_bytes),

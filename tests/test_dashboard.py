@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from fake_rows import LENGTHS, fake_modelled, fake_problem, fake_row, fake_rows, fill
@@ -24,7 +25,7 @@ from dashboard.snapshot import Snapshot, Snapshots, take
 from server.app import create_app
 from server.settings import Settings
 from tuner.results.store import Store
-from tuner.winners import winners
+from tuner.winners import Confidence, winners
 
 SLICE = Filters(
     gpu="h200", mask="causal", head_dim=128, dtype="bfloat16", head_group=1, direction="backward"
@@ -142,9 +143,30 @@ def test_spills_are_marked_and_unknown_registers_left_out(snapshot: Snapshot) ->
     figure = figures.registers_figure([*shown, replace(shown[0], kind="unknown", registers=None)])
     spilled = next(t for t in figure.data if t.name == "spills")
     assert set(spilled.y) == {"symmetric_shift"}
-    assert set(spilled.text) == {"16 B"}
+    assert [text.strip() for text in spilled.text if text] == ["16 B"], "one label a spot"
     assert set(spilled.marker.color) == {LIGHT.alarm}
     assert "unknown" not in {y for t in figure.data for y in t.y}
+
+
+def test_marks_on_one_spot_share_a_label(snapshot: Snapshot) -> None:
+    point = snapshot.compiled[0]
+    spilled = [replace(point, registers=255, spill_bytes=b, tile=str(b)) for b in (48, 296, 256)]
+    texts = figures.registers_figure(spilled).data[0].text
+    assert [text.strip() for text in texts if text] == ["48 to 296 B"]
+
+
+@pytest.mark.parametrize(
+    ("confidence", "shown"),
+    [
+        (Confidence(0.02, 0.01, 0.03), "2.0 % ± 1.0"),
+        (Confidence(0.001, -0.002, 0.004), "tie"),
+        (Confidence(-0.004, -0.007, -0.001), "tie"),
+        (Confidence(0.02, None, None), "2.0 %"),
+        (None, "–"),
+    ],
+)
+def test_a_lead_that_may_be_none_is_called_a_tie(confidence: Any, shown: str) -> None:
+    assert views._lead(confidence)[0] == shown
 
 
 def test_failures_by_class() -> None:

@@ -8,15 +8,22 @@ function theme() {
   return document.documentElement.dataset.theme || (systemDark.matches ? "dark" : "light");
 }
 
-function forWidth(layout) {
+function forWidth(layout, lines) {
   if (!narrow.matches) return layout;
   const ends = (layout.annotations || []).some((a) => a.name === "line-end");
   if (!ends) return layout;
+  const legendHeight = 27 * lines + 24;
   return {
     ...layout,
     annotations: layout.annotations.filter((a) => a.name !== "line-end"),
     showlegend: true,
-    height: layout.height + 60,
+    legend: {
+      ...layout.legend,
+      y: -0.22,
+      orientation: "v",
+      maxheight: legendHeight,
+    },
+    height: layout.height - 60 + legendHeight,
     margin: { ...layout.margin, r: 8 },
   };
 }
@@ -30,7 +37,7 @@ async function draw(box) {
     if (!answer.ok) throw new Error(figure.detail);
     if (box.dataset.drawing !== url) return;
     box.replaceChildren();
-    await Plotly.newPlot(box, figure.data, forWidth(figure.layout), {
+    await Plotly.newPlot(box, figure.data, forWidth(figure.layout, figure.data.length), {
       responsive: true,
       displayModeBar: false,
     });

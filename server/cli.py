@@ -13,6 +13,8 @@ import typer
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 log = logging.getLogger("dash.server")
 
+MEMORY = "sqlite://"
+
 
 @app.command()
 def serve(
@@ -56,7 +58,8 @@ def serve(
 def _prepare() -> str:
     """Open the database once before any worker does, and load the shipped rows and releases that it has not.
 
-    A database that exists but cannot be written is served as it is, with a warning.
+    A database that exists but cannot be written is served as it is, with a warning; where none was named and the user
+    has no folder to hold one, the shipped results are served from memory.
     """
     from pydantic import ValidationError
 
@@ -75,9 +78,12 @@ def _prepare() -> str:
             _stop(str(error))
         try:
             where = _open(settings.db, read_only=True)
+            log.warning("%s; serving it read-only", error)
         except StoreError:
-            _stop(str(error))
-        log.warning("%s; serving it read-only", error)
+            if settings.db is not None or _default_exists():
+                _stop(str(error))
+            where, os.environ["DASH_DB"] = "what ships with the package, read-only", MEMORY
+            log.warning("%s, to keep results", error)
         os.environ["DASH_READ_ONLY"] = "1"
         return where
 
@@ -90,6 +96,17 @@ def _open(db: str | None, read_only: bool) -> str:
         if added:
             log.info("loaded %d measured rows that ship with the package", added)
         return store.where
+
+
+def _default_exists() -> bool:
+    """Whether the user's own database is there, however broken: it is never passed over in silence."""
+    from tuner.results.database import resolve_url
+    from tuner.results.rows import StoreError
+
+    try:
+        return os.path.lexists(str(resolve_url(None).database))
+    except StoreError:
+        return False
 
 
 def _listen(host: str, port: int) -> socket.socket:
@@ -139,7 +156,12 @@ def application() -> object:
     from tuner.results.store import Store
 
     settings = Settings()
-    return create_app(Store.open(settings.db, read_only=settings.read_only), settings)
+    in_memory = settings.db == MEMORY
+    store = Store.open(settings.db, read_only=settings.read_only and not in_memory)
+    if in_memory:
+        store.load_shipped()
+        store.read_only = settings.read_only
+    return create_app(store, settings)
 
 
 def _stop(line: str) -> NoReturn:

@@ -82,21 +82,19 @@ def test_serve_names_what_is_wrong(tmp_path: Path) -> None:
     assert "text.db" in broken.stderr
 
 
-def test_serve_answers_from_a_database_that_cannot_be_written(tmp_path: Path) -> None:
-    path = tmp_path / "fake.db"
-    with Store.open(path) as store:
-        fill(store)
-    environment = {**os.environ, "DASH_TOKEN": "fake-token", "DASH_READ_ONLY": "1"}
+def best_of_a_read_only_server(*arguments: str, **environment: str) -> dict[str, Any]:
+    """/best of a ``dash-serve`` started so, which has to refuse writes."""
+    given = {**os.environ, "DASH_TOKEN": "fake-token", **environment}
     process = subprocess.Popen(
-        [sys.executable, "-m", "server.cli", "--port", "0", "--db", str(path)],
+        [sys.executable, "-m", "server.cli", "--port", "0", *arguments],
         stderr=subprocess.PIPE,
         text=True,
-        env=environment,
+        env=given,
     )
     try:
         assert process.stderr is not None
-        line = process.stderr.readline()
-        address = line.split()[1]
+        lines = iter(process.stderr.readline, "")
+        address = next(line.split()[1] for line in lines if line.startswith("dash-serve: http"))
         answer = None
         for _ in range(100):
             try:
@@ -105,11 +103,30 @@ def test_serve_answers_from_a_database_that_cannot_be_written(tmp_path: Path) ->
             except httpx.ConnectError:
                 time.sleep(0.1)
         assert answer is not None
-        assert answer.json()["best"]["config"]["schedule"] == "shortest_first"
         token = {"Authorization": "Bearer fake-token"}
         refused = httpx.post(f"{address}/results", json={}, headers=token, timeout=10)
         assert refused.status_code == 403
         assert "reading only" in refused.json()["detail"]
+        found: dict[str, Any] = answer.json()
+        return found
     finally:
         process.terminate()
         assert process.wait(20) in (0, -15)
+
+
+def test_serve_answers_from_a_database_that_cannot_be_written(tmp_path: Path) -> None:
+    path = tmp_path / "fake.db"
+    with Store.open(path) as store:
+        fill(store)
+    found = best_of_a_read_only_server("--db", str(path), DASH_READ_ONLY="1")
+    assert found["best"]["config"]["schedule"] == "shortest_first"
+
+
+def test_serve_without_a_folder_to_write_answers_from_the_shipped_rows() -> None:
+    nowhere = {"HOME": "/proc/nowhere", "XDG_DATA_HOME": "/proc/nowhere", "DASH_DB": ""}
+    found = best_of_a_read_only_server(**nowhere)
+    with Store.open("sqlite://") as store:
+        store.load_shipped()
+        assert found["release"] == store.releases()[0].name
+    named = serve("--port", "0", "--db", "/proc/nowhere/x.db", **nowhere)
+    assert (named.returncode, named.stderr.count("\n")) == (2, 1)

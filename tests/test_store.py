@@ -553,3 +553,8 @@ def test_releases_are_numbered_and_immutable(store: Store) -> None:
         store.add_release(Release("h200", "h200-a", "d3", "{}"))
     with store._engine.connect() as connection:
         assert connection.execute(text("SELECT count(*) FROM dash_releases")).scalar() == 2
+
+
+def test_a_home_folder_that_is_not_there_is_named_with_the_remedy() -> None:
+    with pytest.raises(StoreError, match="no home folder.*--db PATH"):
+        database.resolve_url("~no-such-user/results.db")

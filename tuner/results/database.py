@@ -26,7 +26,15 @@ CHOOSE = "pass --db PATH or set DASH_DB"
 
 def resolve_url(database: str | os.PathLike[str] | None) -> URL:
     """A path, a URL, or None for ``DASH_DB`` and then the user's data folder, as an SQLAlchemy URL."""
-    text_ = os.fspath(database) if database is not None else os.environ.get("DASH_DB", "")
+    try:
+        return _resolve(os.fspath(database) if database is not None else os.environ.get("DASH_DB"))
+    except RuntimeError:
+        raise StoreError(
+            f"this user has no home folder to find the database in; {CHOOSE}"
+        ) from None
+
+
+def _resolve(text_: str | None) -> URL:
     if not text_:
         from platformdirs import user_data_dir
 

@@ -23,7 +23,7 @@ ENVIRONMENT = {
     "capability": "9.0",
     "torch": "fake",
 }
-SPEED = {"ascending": 300.0, "descending": 350.0, "shortest_first": 500.0, "shift": 520.0}
+SPEED = {"ascending": 300.0, "descending": 350.0, "shortest_first": 500.0, "shift": 560.0}
 
 
 class FakeMeasurer:

@@ -94,7 +94,7 @@ def test_rows_of_the_final_round_decide_over_earlier_ones(request_: SweepRequest
         (cell,) = store.winners("h200")
         assert cell.served is not None
         slower = next(row for row in store.results(limit=None) if row.schedule == "descending")
-        lucky = replace(slower, tflops=900.0, id=None, run_id=None, run_uuid=None)
+        lucky = replace(slower, tflops=900.0, id=None, run_id=None, run_uuid=None, created_at=None)
         run = store.start_run(replace(store.runs()[0], id=None, uuid="earlier", finished=None))
         store.add(run, lucky)
         (after,) = store.winners("h200")

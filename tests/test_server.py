@@ -315,6 +315,7 @@ def test_bad_rows_write_nothing(writable: TestClient, empty: Store) -> None:
             "results.0.problem.seq_len",
         ),
         (row_body(config={"policy": "random"}), "results.0"),
+        (row_body(config={"schedule": "zigzag"}), "results.0"),
         (row_body(status="fine"), "results.0.status"),
         (row_body(colour="red"), "results.0.colour"),
     ]

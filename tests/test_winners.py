@@ -79,13 +79,13 @@ def test_best_of_all_served_and_baselines() -> None:
 
 def test_the_best_of_all_is_served_where_it_needs_one_cta_only() -> None:
     """Each tie is judged against the fastest row, which need not be one that may be served."""
-    speeds = ((SHIFT, 1004.0), (INTERLEAVED, 1000.0), (SERVED, 997.0))
+    speeds = ((SHIFT, 502.0), (INTERLEAVED, 500.0), (SERVED, 498.5))
     rows = [measured(config, tflops, tflops=tflops, samples=None) for config, tflops in speeds]
     cell = cell_of(*rows)
     assert pick([row for row in rows if row.min_resident == 1]) is not cell.best.row
     assert cell.served.row is cell.best.row
     assert cell.served.row.to_config() == INTERLEAVED
-    assert cell.served.confidence.lead == pytest.approx(1000 / 997 - 1)
+    assert cell.served.confidence.lead == pytest.approx(500 / 498.5 - 1)
 
 
 def test_two_pass_waits_for_no_cta_and_may_be_served() -> None:
@@ -109,6 +109,14 @@ def test_a_flawed_row_never_wins(flaw: dict[str, Any]) -> None:
     cell = cell_of(bad, measured(SERVED, 500))
     assert cell.best.row.to_config() == cell.served.row.to_config() == SERVED
     assert list(winners([(bad, "sweep")])) == []
+
+
+def test_a_row_above_the_peak_of_its_chip_is_marked_and_never_wins() -> None:
+    """990 TFLOPS is the data sheet's dense bf16 rate of an H200; no measured row is above it."""
+    posted = measured(INTERLEAVED, 991.0, tflops=991.0, above_peak=False)
+    assert posted.above_peak
+    assert cell_of(posted, measured(SERVED, 400)).best.row.to_config() == SERVED
+    assert not measured(INTERLEAVED, 980.0).above_peak
 
 
 def test_a_config_that_failed_a_check_in_this_sweep_does_not_win_with_another_row() -> None:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Depends, Query, Request, Response
 
 from dash_kernels.problem import Config
 from dash_kernels.problem import Problem as AttentionProblem
+from dash_kernels.schedules import SCHEDULES
 from server.deps import Context, StrictJson
 from server.errors import invalid
 from server.models import Page, Problem, ResultsBody, RowBody, Stored
@@ -102,6 +103,9 @@ def _row(index: int, item: RowBody, body: ResultsBody) -> ResultRow:
     try:
         problem = AttentionProblem.from_dict(item.problem.model_dump(exclude_none=True))
         config = Config.from_dict(item.config)
+        if config.schedule not in SCHEDULES:
+            known = ", ".join(SCHEDULES)
+            raise ValueError(f"config.schedule is {config.schedule!r}; choose one of {known}")
         return ResultRow.of(problem, config, gpu=body.run.gpu, source=body.run.source, **given)
     except (ValueError, TypeError) as error:
         raise invalid(f"results.{index}", f"results.{index}: {error}") from None

@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any
 
+from dash_kernels.device import GPUS
 from dash_kernels.problem import Config, Problem
 
 STATUSES = ("ok", "constraints", "compile", "timeout", "runtime", "correctness", "nondeterminism")
@@ -175,7 +176,13 @@ class ResultRow:
     def of(
         cls, problem: Problem, config: Config, *, gpu: str, status: str = "ok", **values: Any
     ) -> ResultRow:
-        """The row of ``config`` on ``problem``; ``values`` are any of the other columns."""
+        """The row of ``config`` on ``problem``; ``values`` are any of the other columns.
+
+        One faster than the data sheet's peak of a known GPU is marked ``above_peak``, whoever measured it.
+        """
+        tflops = values.get("tflops")
+        if gpu in GPUS and tflops is not None and tflops > GPUS[gpu].peak_tflops:
+            values["above_peak"] = True
         return cls(
             gpu=gpu,
             status=status,

@@ -166,13 +166,21 @@ class Config:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def label(self) -> str:
-        """Short name for tables and legends, for instance ``shortest_first 64x128 deferred``."""
+        """Short name for tables and legends, for instance ``shortest_first 64x128 descending deferred``.
+
+        What most configs share goes unsaid: backend hopper, two stages of each kind, heads one after another.
+        """
         kind = f"{self.schedule}({self.group})" if self.group > 1 else self.schedule
         if self.policy != "ordered":
             kind = self.policy
         heads = "all" if self.heads_interleaved == 0 else str(self.heads_interleaved)
         interleave = "" if heads == "1" else f" x{heads} heads"
-        return f"{kind} {self.block_m}x{self.block_n} {self.launch_order}{interleave} {self.signal}"
+        rest = "" if self.num_stages == 2 else f" {self.num_stages} stages"
+        if self.backend == "portable":
+            rest += " portable"
+        elif self.dq_stages != 2:
+            rest += f" {self.dq_stages} dQ stages"
+        return f"{kind} {self.block_m}x{self.block_n} {self.launch_order}{interleave} {self.signal}{rest}"
 
     def with_(self, **changes: Any) -> Config:
         return replace(self, **changes)

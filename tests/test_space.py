@@ -48,6 +48,16 @@ def test_tier_0_holds_the_baseline_the_default_and_the_yardstick_of_every_cell_f
         assert any(config.policy == "ordered" and config != mine[0] for config in mine)
 
 
+def test_no_two_configs_of_a_problem_have_one_label() -> None:
+    """But for the unordered ones: there the kind only says how tiles are walked."""
+    for mask, dim in itertools.product(("full", "causal"), (64, 128)):
+        found = [
+            c.config for c in candidates(Problem(mask, dim, 4096, heads=16), HOPPER, SpaceFilter())
+        ]
+        labels = [config.label() for config in found if config.deterministic]
+        assert len(set(labels)) == len(labels), sorted(labels)
+
+
 def test_problems_of_one_cell_stand_together_within_a_tier() -> None:
     order = [(c.tier, c.problem) for c in space(HOPPER, SpaceFilter())]
     changes = sum(a != b for a, b in itertools.pairwise(order))

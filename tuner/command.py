@@ -173,7 +173,7 @@ def _list(request: SweepRequest, target: Target, candidates: Sequence[Candidate]
         refused = f"  ({candidate.support.reason})" if not candidate.runnable else ""
         print(
             f"{problem.mask:7}d={problem.head_dim:<4} seq_len={problem.seq_len:<6} {problem.dtype} batch={problem.batch:<3} "
-            f"heads={problem.heads:<3} {config.backend:9}{config.label()}{refused}"
+            f"heads={problem.heads:<3} {config.label()}{refused}"
         )
     if not request.as_json:
         print(f"{len(candidates)} configs for {target.name}; nothing was run")

@@ -220,7 +220,7 @@ def tflops_figure(
         return _note(figure, theme, "No TFLOPS here yet")
     _lines(figure, drawn, "tflops", theme, "TFLOPS")
     _seq_axis(figure, drawn)
-    figure.update_yaxes(title_text="TFLOPS, whole backward", rangemode="tozero")
+    figure.update_yaxes(title_text="TFLOPS", rangemode="tozero")
     if ceiling is not None:
         figure.add_hline(
             y=ceiling,

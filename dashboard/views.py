@@ -36,6 +36,12 @@ MAP_TITLES = {
 }
 
 
+SPEED_NOTES = {
+    "measured": "Delta pass, main kernel, dQ cast and zeroing together.",
+    "modelled": "The main kernel alone: delta pass and dQ cast are not modelled.",
+}
+
+
 @dataclass(frozen=True)
 class RunReport:
     """What became of the configurations of one run."""
@@ -456,11 +462,11 @@ def build_page(
         subtitle += f", {tokens.pop()} tokens"
     keep = asked.url(kind=None, gantt_mask=None)
     newest = max((c.best.row.created_at for c in cells if c.best.row.created_at), default=None)
-    footer = [
-        f"release {release}"
-        if release
-        else "not released yet: dash-tune release freezes these winners"
-    ]
+    footer = []
+    if release:
+        footer.append(f"release {release}")
+    elif snapshot.source == "measured":
+        footer.append("not released yet: dash-tune release freezes these winners")
     if newest:
         footer.append(f"newest winner of {newest:%Y-%m-%d %H:%M} UTC")
     shape = f"mask={filters.mask}&head_dim={filters.head_dim}&gpu={snapshot.gpu}"
@@ -482,7 +488,7 @@ def build_page(
         ceiling_note=(
             f"{snapshot.gpu} reached {snapshot.ceiling:.0f} TFLOPS in a plain matmul."
             if snapshot.ceiling
-            else "Delta pass, main kernel, dQ cast and zeroing together."
+            else SPEED_NOTES.get(snapshot.source, "")
         ),
         table=config_table(cells),
         table_empty="No cell of this shape has a configuration to serve.",

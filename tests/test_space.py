@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from dash_kernels.device import GPUS
 from dash_kernels.problem import Problem, supports
 from dash_kernels.schedules import SCHEDULES
-from tuner.compile import kernel_identity, prove, schedule_identity
+from tuner.compile import kernel_identity, predict_ms, prove, schedule_identity
 from tuner.space import Candidate, SpaceFilter, baseline_config, candidates, problems, space
 
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -126,6 +127,27 @@ def test_kinds_and_launches_share_one_kernel_but_masks_tiles_and_policies_do_not
     assert kernel_identity(full, config) != kernel_identity(problem, config)
     hopper = [c.config for c in found if c.config.backend == "hopper"]
     assert len({kernel_identity(problem, config) for config in hopper}) <= 4
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("mask", ["full", "causal"])
+def test_the_model_keeps_the_order_that_was_measured_between_backends_and_policies(
+    mask: str, dim: int
+) -> None:
+    """In the shipped rows of an H200 the Hopper kernel is ahead of the portable one in every cell."""
+    problem = Problem(mask, dim, 2048, batch=2, heads=16)
+    hopper = baseline_config(problem, HOPPER).with_(
+        schedule="shortest_first", launch_order="descending"
+    )
+    portable = baseline_config(problem, HOPPER, "portable").with_(
+        block_m=hopper.block_m, block_n=hopper.block_n
+    )
+    own = predict_ms(problem, hopper, GPUS["h800"])
+    free = predict_ms(problem, portable.with_(policy="unordered"), GPUS["h800"])
+    two_pass = predict_ms(problem, portable.with_(policy="two_pass"), GPUS["h800"])
+    assert own < free < two_pass
+    assert two_pass == pytest.approx(free * 7 / 5), "S and dP twice, no adding in order"
+    assert predict_ms(problem, hopper.with_(policy="unordered"), GPUS["h800"]) < own
 
 
 def test_thorough_is_a_superset() -> None:

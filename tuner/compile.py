@@ -18,7 +18,10 @@ from tuner.failures import CandidateError
 
 # Share of the matrix peak that the prototype's main kernel reached on an H200 between waits (ncu, prototype/README.md).
 MATRIX_SHARE = {64: 0.56, 128: 0.68}
+# The same of the portable kernel on Hopper, waits included: its rows at full mask, seq_len 16384 in data/h200.json.gz.
+PORTABLE_SHARE_ON_HOPPER = {64: 0.22, 128: 0.20}
 REDUCE_SHARE = 0.3  # r / c, the model's default
+TWO_PASS_WORK = 7 / 5  # S and dP are computed a second time for dQ
 
 
 def kernel_identity(problem: Problem, config: Config, cooperative: bool = False) -> str:
@@ -110,8 +113,9 @@ def _specs(
 def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
     """The model's time of a candidate in ms: the makespan of its tiles on the GPU's SMs.
 
-    A tile's compute cost is its five matmuls at one SM's share of the data-sheet peak times MATRIX_SHARE; its reduce
-    cost is REDUCE_SHARE of that. Delta pass and dQ cast are not modelled.
+    A tile's compute cost is its five matmuls (two passes: seven) at one SM's share of the data-sheet peak times what
+    the backend reaches of it; its reduce cost is REDUCE_SHARE of that where dQ is added up in order. Delta pass and dQ
+    cast are not modelled.
     """
     from dash_kernels.critical_path import simulate
     from dash_kernels.schedules import Launch, TileGrid, build
@@ -122,13 +126,16 @@ def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
         schedule,
         slots=gpu.sms,
         c=1.0,
-        r=0.0 if config.policy == "unordered" else REDUCE_SHARE,
+        r=REDUCE_SHARE if config.policy == "ordered" else 0.0,
         heads=problem.batch * problem.heads,
         launch=Launch.for_config(config),
         gantt=False,
     )
-    tile_flops = 10.0 * config.block_m * config.block_n * dim
-    flops_per_ms = gpu.peak_tflops * 1e9 / gpu.sms * MATRIX_SHARE[dim]
+    passes = TWO_PASS_WORK if config.policy == "two_pass" else 1.0
+    tile_flops = 10.0 * config.block_m * config.block_n * dim * passes
+    portable = config.backend == "portable" and gpu.capability[0] == 9
+    share = (PORTABLE_SHARE_ON_HOPPER if portable else MATRIX_SHARE)[dim]
+    flops_per_ms = gpu.peak_tflops * 1e9 / gpu.sms * share
     return float(simulation.makespan) * tile_flops / flops_per_ms
 
 

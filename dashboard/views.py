@@ -17,7 +17,7 @@ from dashboard.model import chart, strips
 from dashboard.palette import MARKS, kind_order
 from dashboard.points import geometric_mean, kind_of, schedule_of, tflops_of
 from dashboard.snapshot import Snapshot
-from tuner.winners import Cell, Confidence, Winner, cost, most_work, resident
+from tuner.winners import Cell, Confidence, Winner, cost, most_work, overall, resident
 
 UNKNOWN = "–"
 SHOWN_RUNS = 6
@@ -139,7 +139,8 @@ def hero(gpu: str, filters: Filters, cells: Sequence[Cell], source: str) -> dict
         }
     winners = [winner_of(cell) for cell in cells]
     wins = Counter(kind_of(w.row) for w in winners)
-    kind = min(wins, key=lambda k: (-wins[k], kind_order(k)))
+    whole = {kind_of(found.rows[0]) for found in overall(cells)}
+    kind = min(wins, key=lambda k: (-wins[k], k not in whole, kind_order(k)))
     speedup = geometric_mean(w.speedup_vs_baseline for w in winners)
     costs = [c for cell in cells if (c := order_cost(cell)) is not None]
     ratio = geometric_mean(1 / (1 - c) for c in costs) if costs else None

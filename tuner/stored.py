@@ -13,7 +13,7 @@ from tuner.results.rows import SOURCES
 from tuner.space import SpaceFilter
 from tuner.winners import Cell, Winner
 
-PIPED_WIDTH = 180
+PIPED_WIDTH = 200
 COLUMNS = (
     "mask",
     "d",
@@ -98,17 +98,24 @@ def _cell_row(cell: Cell) -> list[str]:
         return [*shape, *["-"] * 6, _named(best)]
     row = served.row
     other = "same" if best.row.config_hash == row.config_hash else _named(best)
-    lead = served.confidence
     return [
         *shape,
         Config.from_dict(row.config).label(),
         _number(row.tflops, ".1f"),
         _number(served.speedup_vs_baseline, ".2f", "x"),
-        _number(None if lead is None else 100 * lead.lead, ".1f", " %"),
+        _lead(served),
         _number(row.registers, "d"),
         _number(row.spill_bytes, "d"),
         other,
     ]
+
+
+def _lead(winner: Winner) -> str:
+    """The lead over the runner-up; one that is not above zero for sure is a tie."""
+    lead = winner.confidence
+    if lead is None:
+        return "-"
+    return "tie" if lead.low is not None and lead.low <= 0 else f"{100 * lead.lead:.1f} %"
 
 
 def _named(winner: Winner) -> str:

@@ -12,6 +12,7 @@ from processes import gone_within
 
 import tuner.command
 import tuner.doctor
+from dash_kernels import __version__
 from dash_kernels.problem import Config, Problem
 from tuner.cli import main
 from tuner.nvml import VisibleGpu
@@ -66,6 +67,7 @@ def dash_tune(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--gpu", "h800", "--compile-only", "--mask", "diagonal"], ["mask 'diagonal'", "causal"]),
         (["--gpu", "h800", "--compile-only", "--schedule", "zigzag"], ["'zigzag'", "shift"]),
         (["--gpu", "h800", "--compile-only", "--head-dim", "0"], ["--head-dim '0'"]),
+        (["--gpu", "h800", "--compile-only", "--seq-len", "5²"], ["--seq-len '5²'"]),
         (["--gpu", "h800", "--compile-only", "--tile", "64"], ["--tile '64'", "64x128"]),
         (["--gpu", "h800", "--compile-only", "--budget", "soon"], ["'soon'", "15m"]),
         (["--gpu", "h800", "--compile-only", "--engine", "ray"], ["'ray'", "--engine local"]),
@@ -89,6 +91,11 @@ def test_bad_usage_is_one_line_and_exit_2(
     assert err.startswith("dash-tune: ")
     assert len(err.strip().splitlines()) == 1
     assert all(word in err for word in words)
+
+
+def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert dash_tune(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"dash-tune {__version__}\n"
 
 
 def test_nothing_is_written_for_bad_usage(db: Path, monkeypatch: pytest.MonkeyPatch) -> None:

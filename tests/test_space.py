@@ -76,6 +76,11 @@ def test_filters_narrow_each_axis() -> None:
     assert ordered == {"shift", "ascending"}, "the baseline stands beside what was asked for"
 
 
+def test_a_value_given_twice_is_swept_once() -> None:
+    twice = SpaceFilter(("full", "full"), (64, 64), (512, 512), ("float16", "float16"))
+    assert problems(twice) == problems(SpaceFilter(("full",), (64,), (512,), ("float16",)))
+
+
 def test_a_tile_that_does_not_fit_stays_with_its_reason_and_bytes() -> None:
     found = space(
         HOPPER, SpaceFilter(("full",), (128,), (4096,), tiles=((64, 128),), stages=(2, 6))

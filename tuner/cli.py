@@ -21,6 +21,14 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
 Values = list[str] | None
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from dash_kernels import __version__
+
+        print(f"dash-tune {__version__}")
+        raise typer.Exit
+
+
 @app.callback(invoke_without_command=True)
 def sweep(
     context: typer.Context,
@@ -71,6 +79,10 @@ def sweep(
     serve: Annotated[bool, typer.Option(help="Start dash-serve beside the sweep.")] = False,
     host: Annotated[str, typer.Option(help="For --serve.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="For --serve.")] = 8000,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and exit."),
+    ] = False,
 ) -> None:
     """Sweep attention backward configs on this machine's GPUs, or compile them without one.
 
@@ -251,7 +263,7 @@ def _words(values: Sequence[str] | None) -> tuple[str, ...]:
 def _numbers(option: str, values: Sequence[str] | None) -> tuple[int, ...]:
     words = _words(values)
     for word in words:
-        if not word.isdigit() or int(word) < 1:
+        if not _is_number(word) or int(word) < 1:
             _fail(f"--{option} {word!r} is not a positive integer")
     return tuple(int(word) for word in words)
 
@@ -260,10 +272,14 @@ def _tiles(values: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
     found = []
     for word in _words(values):
         block_m, _, block_n = word.partition("x")
-        if not (block_m.isdigit() and block_n.isdigit()):
+        if not (_is_number(block_m) and _is_number(block_n)):
             _fail(f"--tile {word!r} is not block_m x block_n; write 64x128")
         found.append((int(block_m), int(block_n)))
     return tuple(found)
+
+
+def _is_number(word: str) -> bool:
+    return word.isascii() and word.isdecimal()
 
 
 def _fail(message: str) -> Any:

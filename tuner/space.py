@@ -104,7 +104,7 @@ def problems(filters: SpaceFilter) -> list[Problem]:
         heads = filters.heads or max(1, filters.hidden // head_dim)
         batch = max(1, filters.tokens // seq_len)
         shapes.append(Problem(mask, head_dim, seq_len, dtype, batch, heads))
-    return shapes
+    return list(dict.fromkeys(shapes))
 
 
 def baseline_config(problem: Problem, capability: tuple[int, int], backend: str = "") -> Config:

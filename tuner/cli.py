@@ -81,7 +81,9 @@ def sweep(
     port: Annotated[int, typer.Option(help="For --serve.")] = 8000,
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_print_version, is_eager=True, help="Print it and exit."),
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print it and exit."
+        ),
     ] = False,
 ) -> None:
     """Sweep attention backward configs on this machine's GPUs, or compile them without one.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from dash_kernels.lookup import TABLES, LookupTable, shipped_gpus
+from dash_kernels.lookup import TABLES, LookupTable, digest_of, shipped_gpus
 from dash_kernels.problem import Config, Problem
 from tuner import export, importing
 from tuner.results import ResultRow, RunInfo, Store, StoreError
@@ -294,6 +294,17 @@ def test_rows_shipped_with_the_package_do_not_come_before_a_newer_sweep_of_this_
         )
         assert {release.name for release in own.releases()} == {"own", "first"}
         assert own.get_release(gpu="h200") == frozen
+        body = json.loads((tmp_path / "h200.json").read_text()) | {
+            "created": "2099-01-01T00:00:00Z"
+        }
+        later = LookupTable.from_dict(body | {"digest": digest_of(body)})
+        (tmp_path / "h200.json").write_text(later.to_json())
+        assert (own.load_shipped(), own.load_shipped()) == (0, 0)
+        newest = own.get_release(gpu="h200")
+        assert newest is not None
+        assert newest.digest == later.digest, "a later package's table is a release of its own"
+        assert newest.name.startswith("first.")
+        assert len(own.releases()) == 3
 
 
 @pytest.mark.parametrize(

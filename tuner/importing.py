@@ -111,12 +111,14 @@ def _load_release(store: Store, gpu: str, uuids: set[str]) -> None:
     if not path.exists():
         return
     table = LookupTable.load(path)
-    if table.release in {release.name for release in store.releases(gpu)}:
+    there = store.releases(gpu)
+    if table.digest in {release.digest for release in there}:
         return
+    taken = table.release in {release.name for release in there}
     rows = [pair for pair in store.candidates(gpu) if pair[0].run_uuid in uuids]
     release = Release(
         gpu,
-        table.release,
+        f"{table.release}.{table.digest[:8]}" if taken else table.release,
         table.digest,
         path.read_text(encoding="utf-8"),
         "shipped with the package",
@@ -127,7 +129,7 @@ def _load_release(store: Store, gpu: str, uuids: set[str]) -> None:
     try:
         store.add_release(release)
     except StoreError:  # another process may have been first
-        if table.release not in {release.name for release in store.releases(gpu)}:
+        if table.digest not in {release.digest for release in store.releases(gpu)}:
             raise
 
 

@@ -1,0 +1,54 @@
+"""The figures in README are those of the stored run that it names."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+SECTION = README[README.index("## Performance") : README.index("## Development")]
+
+
+def stored() -> dict[tuple[int, str, int], dict[str, float]]:
+    """TFLOPS of the run that README links, by head_dim, mask and seq_len."""
+    (link,) = re.findall(r"\((benchmarks/results/peers-\S+\.json)\)", SECTION)
+    rows = json.loads((ROOT / link).read_text())["rows"]
+    return {
+        (row["head_dim"], row["mask"], row["seq_len"]): {
+            name: peer["tflops"] for name, peer in row["peers"].items()
+        }
+        for row in rows
+    }
+
+
+def test_the_table_is_the_stored_run() -> None:
+    lines = re.findall(r"^\| (\d+) \| (full|causal) \| (\d+) \| (.*) \|$", SECTION, re.MULTILINE)
+    runs = stored()
+    assert {(int(d), mask, int(seq)) for d, mask, seq, _ in lines} == set(runs)
+    for d, mask, seq, figures in lines:
+        run = runs[int(d), mask, int(seq)]
+        best = max(run["dash_served"], run["dash_best"])
+        wanted = [run["dash_served"], best, run["dash_unordered"], run["dash_ascending"]]
+        wanted += [run["fa4_det"], run["fa4_nondet"]]
+        assert figures.split(" | ") == [f"{figure:.0f}" for figure in wanted]
+
+
+def test_the_ratios_are_those_of_the_stored_run() -> None:
+    runs = stored()
+
+    def mean(peer: str, mask: str = "") -> float:
+        ratios = [
+            max(run["dash_served"], run["dash_best"]) / run[peer]
+            for (_, row_mask, _), run in runs.items()
+            if mask in ("", row_mask)
+        ]
+        return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+    said = [float(x) for x in re.findall(r"(\d\.\d\d)x", SECTION)]
+    wanted = [mean("dash_unordered"), mean("dash_ascending", "causal"), mean("fa4_det")]
+    assert said == [round(ratio, 2) for ratio in wanted]
+    ahead = sum(max(r["dash_served"], r["dash_best"]) >= r["fa4_det"] for r in runs.values())
+    assert f"in {ahead} of {len(runs)} shapes" in SECTION

@@ -239,10 +239,19 @@ def tflops_figure(
 def registers_figure(points: Sequence[Point], theme: Theme = LIGHT) -> go.Figure:
     """Registers a thread of every compiled configuration by kind; one that spills is drawn in alarm, with its bytes.
 
-    Points whose registers are unknown are left out.
+    Points whose registers are unknown are left out. Where there are two backends, the portable one has rows of its own.
     """
     known = [p for p in points if p.registers is not None]
-    kinds = sorted({p.kind for p in known}, key=kind_order, reverse=True)
+    both = len({p.config.get("backend") for p in known}) > 1
+
+    def name_of(point: Point) -> str:
+        apart = both and point.config.get("backend") == "portable"
+        return f"{point.kind}<br>portable" if apart else point.kind
+
+    order = {
+        name_of(p): (p.config.get("backend") == "portable", *kind_order(p.kind)) for p in known
+    }
+    kinds = sorted(order, key=lambda name: order[name], reverse=True)
     figure = _figure(theme, 120 + 34 * max(2, len(kinds)))
     if not known:
         return _note(
@@ -255,11 +264,12 @@ def registers_figure(points: Sequence[Point], theme: Theme = LIGHT) -> go.Figure
         colors = [theme.alarm if spills else mark_of(p.kind).color(theme) for p in part]
         figure.add_scatter(
             x=[p.registers for p in part],
-            y=[p.kind for p in part],
+            y=[name_of(p) for p in part],
             mode="markers+text" if spills else "markers",
             name="spills" if spills else "no spill",
-            text=_spill_labels(part) if spills else None,
-            textposition="middle left",
+            text=_spill_labels([(name_of(p), p) for p in part]) if spills else None,
+            textposition="top center",
+            cliponaxis=False,
             textfont={"family": MONO, "size": 11, "color": theme.alarm},
             marker={
                 "symbol": "x" if spills else [mark_of(p.kind).symbol for p in part],
@@ -276,8 +286,12 @@ def registers_figure(points: Sequence[Point], theme: Theme = LIGHT) -> go.Figure
         )
     figure.add_vline(x=MAX_REGISTERS, line={"color": theme.soft, "width": 1, "dash": "longdash"})
     low = min(p.registers for p in known if p.registers is not None)
-    title = f"registers a thread, at most {MAX_REGISTERS}"
-    figure.update_xaxes(title_text=title, range=[max(0, low - 24), MAX_REGISTERS + 8])
+    span = MAX_REGISTERS - max(0, low - 24)
+    room = [
+        MAX_REGISTERS - span,
+        MAX_REGISTERS + 0.24 * span,
+    ]  # for half a label right of the limit
+    figure.update_xaxes(title_text="registers a thread", range=room)
     figure.update_yaxes(
         categoryorder="array",
         categoryarray=kinds,
@@ -293,16 +307,16 @@ def _distinct(points: Iterable[Point]) -> list[Point]:
     return list(seen.values())
 
 
-def _spill_labels(points: Sequence[Point]) -> list[str]:
-    """The bytes beside each mark: points on one spot share one label, the span of their bytes."""
+def _spill_labels(points: Sequence[tuple[str, Point]]) -> list[str]:
+    """The bytes at each mark: points on one spot share one label, the span of their bytes."""
     spots: dict[tuple[str, int | None], list[int]] = {}
-    for point in points:
-        spots.setdefault((point.kind, point.registers), []).append(point.spill_bytes or 0)
+    for name, point in points:
+        spots.setdefault((name, point.registers), []).append(point.spill_bytes or 0)
     labels = []
-    for point in points:
-        held = spots.pop((point.kind, point.registers), [])
+    for name, point in points:
+        held = spots.pop((name, point.registers), [])
         span = sorted({min(held), max(held)}) if held else []
-        labels.append(" to ".join(map(str, span)) + " B  " if span else "")
+        labels.append(" to ".join(map(str, span)) + " B" if span else "")
     return labels
 
 

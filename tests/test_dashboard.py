@@ -143,7 +143,7 @@ def test_spills_are_marked_and_unknown_registers_left_out(snapshot: Snapshot) ->
     figure = figures.registers_figure([*shown, replace(shown[0], kind="unknown", registers=None)])
     spilled = next(t for t in figure.data if t.name == "spills")
     assert set(spilled.y) == {"symmetric_shift"}
-    assert [text.strip() for text in spilled.text if text] == ["16 B"], "one label a spot"
+    assert [text for text in spilled.text if text] == ["16 B"], "one label a spot"
     assert set(spilled.marker.color) == {LIGHT.alarm}
     assert "unknown" not in {y for t in figure.data for y in t.y}
 
@@ -152,7 +152,16 @@ def test_marks_on_one_spot_share_a_label(snapshot: Snapshot) -> None:
     point = snapshot.compiled[0]
     spilled = [replace(point, registers=255, spill_bytes=b, tile=str(b)) for b in (48, 296, 256)]
     texts = figures.registers_figure(spilled).data[0].text
-    assert [text.strip() for text in texts if text] == ["48 to 296 B"]
+    assert [text for text in texts if text] == ["48 to 296 B"]
+
+
+def test_the_portable_kernel_has_register_rows_of_its_own(snapshot: Snapshot) -> None:
+    """Its spills are not the Hopper kernel's, which runs the same kind."""
+    own = next(p for p in snapshot.compiled if p.config["backend"] == "hopper")
+    other = replace(own, spill_bytes=64, config={**own.config, "backend": "portable"})
+    clean, spilled = figures.registers_figure([own, other]).data
+    assert (list(clean.y), list(spilled.y)) == ([own.kind], [f"{own.kind}<br>portable"])
+    assert list(figures.registers_figure([other]).data[0].y) == [own.kind]
 
 
 @pytest.mark.parametrize(

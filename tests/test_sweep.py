@@ -147,6 +147,21 @@ def test_each_failure_is_a_row_of_its_class_and_the_sweep_goes_on(
         assert f"  {name}: {counted[name]}" in out
 
 
+def test_a_resumed_sweep_remembers_which_gates_failed(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan(monkeypatch, "ascending=wrong,shift=varies")
+    assert run_sweep(request_) == 3
+    failed = sum(row.status != "ok" for row in rows(request_))
+    capsys.readouterr()
+    plan(monkeypatch, "")
+    more = replace(
+        request_, filters=replace(SMALL, schedules=("shortest_first", "shift", "ascending"))
+    )
+    assert run_sweep(more) == 3, "they failed before, so not all is measured"
+    assert f"{failed} failed before" in capsys.readouterr().out
+
+
 def test_a_hang_is_a_timeout_and_leaves_no_process(
     request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dash_kernels.lookup import LookupTable, digest_of
+from dash_kernels.lookup import FORMAT, LookupTable, digest_of
 from dash_kernels.problem import Problem
 from tuner.results.rows import (
     Release,
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("dash.results")
 
 DUMP_FORMAT = 1
-TABLE_FORMAT = 1
 ROW_COLUMNS = tuple(f.name for f in fields(ResultRow) if f.name not in ("run_id", "id"))
 RUN_COLUMNS = (
     "run_source",
@@ -68,13 +67,13 @@ def lookup_table(
         )
     newest = max((winner.row for cell in cells for winner in _standings(cell)), key=age)
     run = next(run for run in store.runs(gpu) if run.id == newest.run_id)
-    older = sum(cell.sweep != _sweep(run) for cell in cells)
+    older = sum(cell.sweep != run.sweep for cell in cells)
     if older:
         log.warning(
             "%d of %d cells of %s come from an older environment or policy", older, len(cells), gpu
         )
     body = {
-        "format": TABLE_FORMAT,
+        "format": FORMAT,
         "gpu": gpu,
         "release": release,
         "created": rfc3339(newest.created_at or utc_now()),
@@ -114,10 +113,6 @@ def freeze(store: Store, gpu: str, notes: str = "", name: str | None = None) -> 
 
 def _standings(cell: Cell) -> Iterable[Any]:
     return (winner for winner in (cell.best, cell.served) if winner is not None)
-
-
-def _sweep(run: RunInfo) -> str:
-    return f"{run.environment_key}:{run.policy_key}"
 
 
 def rfc3339(time: datetime) -> str:

@@ -54,7 +54,7 @@ class Sweep:
         self.preparing: deque[tuple[str, str, Item]] = deque()
         self.compiles: deque[tuple[str, str, Item]] = deque()
         self.begun: set[tuple[str, str]] = set()
-        self.warm: set[tuple[int, str]] = set()
+        self.warm: set[tuple[int, int, str]] = set()
         self.baselines: dict[Problem, Config] = {}
         self.baseline_items = {item.problem: item for item in self.items if self._is_baseline(item)}
         self.run_id: int | None = None
@@ -174,16 +174,21 @@ class Sweep:
         wanted = {item.kernel_key for item in self.items}
         self.begun -= {task[:2] for task in self.compiles if task[1] not in wanted}
         self.compiles = deque(task for task in self.compiles if task[1] in wanted)
-        usable = set()
-        sweep = ":".join(self.run_info.sweep[1:])
-        for row, name in self.store.candidates(self.settings.gpu, source=self.settings.source):
-            if row.config_hash in known and name == sweep:
-                usable.add(row.config_hash)
-                if self._is_baseline(row):
-                    self.baselines[row.to_problem()] = row.to_config()
+        mine = [row for row in self._rows_of_sweep() if row.config_hash in known]
+        usable = {row.config_hash for row in mine} - {
+            row.config_hash for row in mine if row.status != "ok"
+        }
+        for row in mine:
+            if row.config_hash in usable and self._is_baseline(row):
+                self.baselines[row.to_problem()] = row.to_config()
         self.summary.resumed = len(known)
         self.summary.usable = len(usable)
         self.summary.failed_before = len(known) - len(usable)
+
+    def _rows_of_sweep(self) -> list[ResultRow]:
+        """Rows of this environment and policy that decide who wins, oldest first; also those that failed a gate."""
+        found = self.store.candidates(self.settings.gpu, source=self.settings.source)
+        return [row for row, sweep in found if sweep == self.run_info.sweep]
 
     def _preparations(self) -> deque[tuple[str, str, Item]]:
         """Proofs (and predictions) in the order in which candidates need them, each once."""
@@ -335,7 +340,7 @@ class Sweep:
             "baseline": baseline.to_dict() if baseline else None,
         }
         timeout = self.settings.timeout_s
-        place = (id(slot.worker), item.kernel_key)
+        place = (id(slot), slot.starts, item.kernel_key)
         if place not in self.warm:  # the worker loads the kernel, and may have to compile it
             self.warm.add(place)
             timeout += self.settings.compile_timeout_s
@@ -429,8 +434,7 @@ class Sweep:
     def _final_round(self, deadline: float) -> None:
         """Sample the leaders of each problem in turn with its baselines; their rows stand for the cell's winners."""
         assert self.gpus is not None
-        sweep = ":".join(self.run_info.sweep[1:])
-        rows = [row for row, name in self.store.candidates(self.settings.gpu) if name == sweep]
+        rows = self._rows_of_sweep()
         wanted = {item.problem for item in self.items} | {row.to_problem() for row in rows}
         due = [(problem, chosen) for problem in wanted if (chosen := finalists(problem, rows))]
         if not due:

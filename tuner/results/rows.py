@@ -71,7 +71,7 @@ def config_hash(
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """One command that wrote rows. Runs with equal ``sweep`` were measured alike and may be compared.
+    """One command that wrote rows. Runs of a GPU with equal ``sweep`` were measured alike and may be compared.
 
     ``uuid`` and ``started`` are filled by the store when empty.
     """
@@ -99,8 +99,9 @@ class RunInfo:
         return environment_key(self.measurement_policy)
 
     @property
-    def sweep(self) -> tuple[str, str, str]:
-        return self.gpu, self.environment_key, self.policy_key
+    def sweep(self) -> str:
+        """Names the sweep among those of its GPU, as ``Store.candidates`` does."""
+        return f"{self.environment_key}:{self.policy_key}"
 
 
 @dataclass(frozen=True, slots=True)

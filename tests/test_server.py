@@ -152,6 +152,7 @@ def test_best_says_what_is_measured(client: TestClient) -> None:
         {"dtype": "float16"},
         {"heads": 16, "heads_kv": 2},
         {"release": "7"},
+        {"release": "9" * 30},
     ):
         answer = client.get("/best", params={"mask": "causal", "d": 128, **asked})
         assert answer.status_code == 404, asked

@@ -61,12 +61,11 @@ def _release(store: Store, question: Question) -> Release | None:
         return None
     if wanted is None:
         return store.get_release(gpu=question.gpu)
-    if isinstance(wanted, int) or wanted.isdecimal():
-        found = store.get_release(int(wanted), question.gpu)
-    else:
-        found = next((r for r in store.releases(question.gpu) if r.name == wanted), None)
+    known = store.releases(question.gpu)
+    by_name = {r.name: r for r in known} | {str(r.id): r for r in known}
+    found = by_name.get(str(wanted))
     if found is None:
-        names = ", ".join(f"{r.id} ({r.name})" for r in store.releases(question.gpu)) or "none"
+        names = ", ".join(f"{r.id} ({r.name})" for r in known) or "none"
         raise NotMeasured(f"release {wanted} of {question.gpu} does not exist; there is {names}")
     return found
 

@@ -215,8 +215,9 @@ class Store:
 
     def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
         """``compute()``, kept for the next call with this key. A key names the state of the database it is true for."""
-        if key in self._remembered:
-            return cast(T, self._remembered[key])
+        held = self._remembered  # another thread may put an empty one in its place
+        if key in held:
+            return cast(T, held[key])
         with self._computing:  # others wait instead of computing the same
             if key not in self._remembered:
                 value = compute()

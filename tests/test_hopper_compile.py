@@ -49,20 +49,15 @@ def test_no_shipped_winner_spills_or_serialises(triton_pythons: list[Path], tmp_
 
 def test_symmetric_shift_costs_no_registers(triton_pythons: list[Path], tmp_path: Path) -> None:
     """The paper's kind spilled at head_dim 128; read from arrays it has the registers of every other kind."""
-    for python in triton_pythons:
-        for head_dim, block_m in ((64, 128), (128, 64)):
-            pair = [
-                compiled(
-                    python, tmp_path, "--head-dim", str(head_dim), "--config",
-                    json.dumps({"schedule": kind, "launch_order": order, "block_m": block_m}),
-                    *(["--cooperative"] if kind == "symmetric_shift" else []),
-                )[0]
-                for kind, order in (("symmetric_shift", "ascending"), ("shortest_first", "descending"))
-            ]  # fmt: skip
-            assert pair[0]["registers"] == pair[1]["registers"]
-            assert all(isinstance(report["spill_bytes"], int) for report in pair)
-            if python == triton_pythons[0]:
-                assert [report["spill_bytes"] for report in pair] == [0, 0]
+    for head_dim, block_m in ((64, 128), (128, 64)):
+        tile = {"block_m": block_m, "signal": "plain"}
+        shift = {**tile, "schedule": "symmetric_shift", "launch_order": "ascending"}
+        pair = [
+            compiled(triton_pythons[0], tmp_path, "--head-dim", str(head_dim), "--config", *arguments)[0]
+            for arguments in ([json.dumps(shift), "--cooperative"], [json.dumps(tile)])
+        ]  # fmt: skip
+        assert pair[0]["registers"] == pair[1]["registers"]
+        assert [report["spill_bytes"] for report in pair] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +65,7 @@ def test_symmetric_shift_costs_no_registers(triton_pythons: list[Path], tmp_path
     [
         ["--mask", "full", "--dtype", "float16"],
         ["--mask", "causal", "--config", '{"policy": "unordered", "signal": "plain"}'],
-        ["--mask", "full", "--config", '{"signal": "plain", "dq_stages": 2}'],
+        ["--cooperative", "--config", '{"schedule": "symmetric_shift", "launch_order": "ascending"}'],
         ["--head-dim", "64", "--config", '{"block_m": 64, "num_stages": 3}'],
         ["--head-dim", "64", "--dtype", "float16", "--config", '{"block_m": 128, "signal": "plain"}'],
     ],

@@ -12,6 +12,7 @@ import sqlite3
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
@@ -293,6 +294,26 @@ def test_four_processes_fill_a_fresh_database_though_one_is_killed(url: str) -> 
 def _journal(path: Path) -> str:
     with closing(sqlite3.connect(path)) as connection:
         return str(connection.execute("PRAGMA journal_mode").fetchone()[0])
+
+
+def test_a_reader_that_pages_by_id_misses_no_row_of_writers_beside_it(store: Store) -> None:
+    started, each = store.start_run(RUN), 40
+
+    def write(first: int) -> None:
+        for number in range(first, first + each):
+            store.add(started, row(number))
+
+    seen: list[int] = []
+    with ThreadPoolExecutor(4) as pool:
+        writers = [pool.submit(write, each * place) for place in range(4)]
+        done = False
+        while not done:
+            done = all(writer.done() for writer in writers)
+            page = store.results(after_id=seen[-1] if seen else 0)
+            seen += [found.id for found in page if found.id is not None]
+    for writer in writers:
+        writer.result()
+    assert len(seen) == store.count() == 4 * each
 
 
 # -- schema ---------------------------------------------------------------------------------------------------------

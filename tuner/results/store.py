@@ -334,9 +334,12 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
+        """One writer at a time, so that rows become visible in the order of their ids: pages and answers rely on it."""
         if self.read_only:
             raise StoreError(f"database {self.where} was opened for reading only")
         with database.errors(self.url), self._writer.begin() as connection:
+            if self.url.drivername != "sqlite":  # which has one writer at a time anyway
+                connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('dash_write'))"))
             yield connection
 
 

@@ -9,6 +9,7 @@ import plotly.graph_objects as go
 
 from dashboard.palette import LIGHT, Theme, kind_order, mark_of
 from dashboard.points import Point
+from tuner.results.rows import STATUSES
 
 MONO = "ui-monospace, 'SF Mono', 'Cascadia Mono', 'JetBrains Mono', Menlo, Consolas, monospace"
 SANS = "Inter, system-ui, -apple-system, 'Segoe UI', Roboto, sans-serif"
@@ -320,13 +321,9 @@ def _spill_labels(points: Sequence[tuple[str, Point]]) -> list[str]:
     return labels
 
 
-FAILURES = ("constraints", "compile", "timeout", "runtime", "correctness", "nondeterminism")
-
-
 def failures_figure(counts: Mapping[str, int], theme: Theme = LIGHT) -> go.Figure:
     """Configurations of one run by what became of them: ``counts`` is status -> number."""
-    statuses = [s for s in ("ok", *FAILURES) if counts.get(s)]
-    statuses += sorted(s for s in counts if s not in ("ok", *FAILURES) and counts[s])
+    statuses = [s for s in STATUSES if counts.get(s)]
     figure = _figure(theme, 40 + 44 * max(3, len(statuses)))
     if not statuses:
         return _note(figure, theme, "This run has no rows")

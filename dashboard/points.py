@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from tuner.finals import is_final
 from tuner.results.rows import ResultRow
-from tuner.winners import CELL_FIELDS, Cell, cost, pick, resident
+from tuner.winners import CELL_FIELDS, Cell, cost, is_final, is_plain, pick, resident
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,6 @@ def kind_of(row: ResultRow) -> str:
     return f"{row.schedule}({row.group_size})" if grouped else row.schedule
 
 
-def is_plain(row: ResultRow) -> bool:
-    """Whether heads are launched one after another, ascending, as the baseline is."""
-    launch = row.config.get("launch_order"), row.config.get("heads_interleaved")
-    return launch == ("ascending", 1)
-
-
 def schedule_of(kind: str) -> str:
     """The schedule behind a kind's name, its group left in: ``ascending_interleaved`` -> ``ascending``."""
     return "ascending" if kind == INTERLEAVED else kind
@@ -107,7 +100,7 @@ def fastest_by_kind(
 ) -> list[Point]:
     """The fastest row of each kind at each cell, within the sweep that the cell was decided in.
 
-    ``candidates`` are (row, name of its sweep) in the order of their ids. A kind that took part in a final round is
+    ``candidates`` are (row, name of its sweep), oldest first. A kind that took part in a final round is
     drawn as it did there; ``ascending`` is the cell's baseline, so that its line is 1.0.
     """
     decided = {_shape(cell): cell for cell in cells}

@@ -260,7 +260,7 @@ def _lead(confidence: Confidence | None) -> tuple[str, str]:
         return percent(confidence.lead), "interval unknown"
     half = (confidence.high - confidence.low) / 2
     numbers = f"{percent(confidence.lead)} ± {half * 100:.1f}"
-    return ("tie" if confidence.low <= 0 else numbers), f"{numbers} over the runner-up"
+    return ("tie" if confidence.tie else numbers), f"{numbers} over the runner-up"
 
 
 def config_table(cells: Sequence[Cell]) -> list[dict[str, Any]]:

@@ -7,21 +7,17 @@ from collections.abc import Sequence
 from dash_kernels.problem import Problem
 from tuner.results import ResultRow
 from tuner.space import BASELINE
+from tuner.winners import is_final, is_plain, resident
 
-CLOSE = 0.03  # clocks move by several per cent between samples taken minutes apart (prototype/README.md)
+CLOSE = 0.03  # clocks move by several per cent between samples taken minutes apart
 MOST_SERVABLE = 4
 MOST_OTHERS = 2
-
-
-def is_final(row: ResultRow) -> bool:
-    """Whether the row comes from a final round."""
-    return (row.telemetry or {}).get("round") == "final"
 
 
 def finalists(problem: Problem, rows: Sequence[ResultRow]) -> list[ResultRow]:
     """The configs of ``problem`` to sample in turn, the ascending baseline first; [] when no round is due.
 
-    ``rows`` are the sweep's, in the order of their ids. A round is due when the cell has a row newer than its last
+    ``rows`` are the sweep's, oldest first. A round is due when the cell has a row newer than its last
     round, its baseline is usable, and there is something to tell apart.
     """
     mine = [
@@ -34,7 +30,7 @@ def finalists(problem: Problem, rows: Sequence[ResultRow]) -> list[ResultRow]:
     baseline = [row for row in ranked if _is_baseline(row)]
     unordered = [row for row in ranked if row.policy == "unordered"]
     others = [row for row in ranked if row.policy != "unordered" and row not in baseline[:1]]
-    servable = _close([row for row in others if row.min_resident == 1 or row.policy == "two_pass"])
+    servable = _close([row for row in others if resident(row) == 1])
     waiting = _close([row for row in others if row not in servable])
     if not baseline or not others:
         return []
@@ -42,13 +38,7 @@ def finalists(problem: Problem, rows: Sequence[ResultRow]) -> list[ResultRow]:
 
 
 def _is_baseline(row: ResultRow) -> bool:
-    config = row.to_config()
-    return (
-        config.schedule == BASELINE
-        and config.policy == "ordered"
-        and config.heads_interleaved == 1
-        and config.launch_order == "ascending"
-    )
+    return row.schedule == BASELINE and row.policy == "ordered" and is_plain(row)
 
 
 def _close(ranked: list[ResultRow]) -> list[ResultRow]:

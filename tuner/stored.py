@@ -115,7 +115,7 @@ def _lead(winner: Winner) -> str:
     lead = winner.confidence
     if lead is None:
         return "-"
-    return "tie" if lead.low is not None and lead.low <= 0 else f"{100 * lead.lead:.1f} %"
+    return "tie" if lead.tie else f"{100 * lead.lead:.1f} %"
 
 
 def _named(winner: Winner) -> str:

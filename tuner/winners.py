@@ -61,6 +61,11 @@ class Confidence:
     low: float | None
     high: float | None
 
+    @property
+    def tie(self) -> bool:
+        """Whether the interval leaves open that there is no lead."""
+        return self.low is not None and self.low <= 0
+
     def to_dict(self) -> dict[str, float | None]:
         return {"lead": self.lead, "low": self.low, "high": self.high}
 
@@ -199,9 +204,20 @@ def age(row: ResultRow) -> tuple[datetime, int]:
     return row.created_at or NEVER, row.id or 0
 
 
+def is_final(row: ResultRow) -> bool:
+    """Whether the row comes from a final round."""
+    return (row.telemetry or {}).get("round") == "final"
+
+
+def is_plain(row: ResultRow) -> bool:
+    """Whether heads are launched one after another, ascending, as the baseline is."""
+    launch = row.config.get("launch_order"), row.config.get("heads_interleaved")
+    return launch == ("ascending", 1)
+
+
 def _comparable(rows: Sequence[ResultRow]) -> Sequence[ResultRow]:
     """The rows of the cell's newest final round and any since, where there is one: earlier ones saw other clocks."""
-    final = [row for row in rows if (row.telemetry or {}).get("round") == "final"]
+    final = [row for row in rows if is_final(row)]
     if not final:
         return rows
     newest = max(final, key=age).run_id
@@ -225,12 +241,7 @@ def _standing(rows: list[ResultRow]) -> list[ResultRow]:
 
 def _baselines(rows: list[ResultRow]) -> dict[str, ResultRow]:
     ascending = [row for row in rows if row.schedule == "ascending" and row.policy == "ordered"]
-    plain = [
-        row
-        for row in ascending
-        if row.config.get("launch_order") == "ascending"
-        and row.config.get("heads_interleaved") == 1
-    ]
+    plain = [row for row in ascending if is_plain(row)]
     unordered = [row for row in rows if row.policy == "unordered"]
     found = {"ascending": plain or ascending, "unordered": unordered}
     return {name: pick(rows) for name, rows in found.items() if rows}
@@ -261,8 +272,7 @@ def _ties(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> bool:
     lead = math.expm1(_log_lead(pairs))
     if lead <= NOISE_FLOOR or lead > NOISE_CAP:
         return lead <= NOISE_FLOOR
-    low = _confidence(pairs).low
-    return low is not None and low <= 0
+    return _confidence(pairs).tie
 
 
 def _simplicity(row: ResultRow) -> tuple[Any, ...]:

@@ -15,8 +15,9 @@ from typing import Any
 
 from dash_kernels.device import GPUS
 from dash_kernels.problem import Config, Problem
+from tuner.failures import CLASSES
 
-STATUSES = ("ok", "constraints", "compile", "timeout", "runtime", "correctness", "nondeterminism")
+STATUSES = ("ok", *CLASSES)
 SOURCES = ("measured", "compiled", "modelled")
 DIRECTIONS = ("backward", "forward")
 ERROR_CHARACTERS = 16_000

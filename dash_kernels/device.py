@@ -171,12 +171,6 @@ def resolve_gpu(name: str) -> GpuSpec:
     return GPUS[key]
 
 
-def tflops_ceiling(name: str) -> float | None:
-    """Data-sheet bf16 peak of a GPU key, or None for a chip that is not in :data:`GPUS`."""
-    spec = GPUS.get(name)
-    return spec.peak_tflops if spec else None
-
-
 @dataclass(frozen=True, slots=True)
 class Gpu:
     """A GPU of this machine. ``name`` is its key in :data:`GPUS`, or a slug of the driver's name."""
@@ -342,7 +336,7 @@ def _nvml_driver_version() -> str | None:
 @functools.cache
 def ptxas_version() -> str | None:
     """Release of the ptxas that Triton runs ("12.9.86"), or None without Triton or a working ptxas."""
-    path = os.environ.get("TRITON_PTXAS_PATH") or _bundled_ptxas()
+    path = os.environ.get("TRITON_PTXAS_PATH") or bundled_ptxas()
     if path is None:
         return None
     try:
@@ -376,7 +370,8 @@ def run_bounded(command: list[str], seconds: float) -> subprocess.CompletedProce
         return subprocess.CompletedProcess(command, process.returncode, output.read())
 
 
-def _bundled_ptxas() -> str | None:
+def bundled_ptxas() -> str | None:
+    """The ptxas inside the triton package, or None."""
     import importlib.util
 
     found = importlib.util.find_spec("triton")

@@ -130,10 +130,10 @@ def frozen_source(device: Any = None) -> Source:
 def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     """The rule where nothing has been measured.
 
-    Causal shortest_first, full mask ascending with four heads interleaved. Hopper: the prototype's tiles, the signal
+    Causal shortest_first, full mask ascending with four heads interleaved. Hopper: its largest tile, the signal
     deferred at head_dim 128 and plain at 64. Elsewhere the portable kernel: a 128-row tile up to 2048 keys at head_dim
-    64 and a 64-row one beyond it, half of that at head_dim 128 (facts/dash.md's rule, on the tiles that are built);
-    three stages where they fit, because with two no copy of a Q tile runs beside a step.
+    64 and a 64-row one beyond it, half of that at head_dim 128; three stages where they fit, because with two no copy
+    of a Q tile runs beside a step.
     """
     dim = padded_head_dim(problem.head_dim)
     order: dict[str, Any] = (

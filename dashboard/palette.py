@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-THEMES = ("light", "dark")
-
 
 @dataclass(frozen=True)
 class Theme:

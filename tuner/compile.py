@@ -16,7 +16,7 @@ from dash_kernels.device import GpuSpec
 from dash_kernels.problem import Config, Problem, padded_head_dim
 from tuner.failures import CandidateError
 
-# Share of the matrix peak that the prototype's main kernel reached on an H200 between waits (ncu, prototype/README.md).
+# Share of the matrix peak that the Hopper kernel reaches between waits, as profiled on an H200: it only ranks candidates.
 MATRIX_SHARE = {64: 0.56, 128: 0.68}
 # The same of the portable kernel on Hopper, waits included: its best rows at full mask, seq_len 16384, data/h200.json.gz.
 PORTABLE_SHARE_ON_HOPPER = {64: 0.22, 128: 0.31}

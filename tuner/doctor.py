@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dash_kernels.device import run_bounded
+from dash_kernels.device import bundled_ptxas, run_bounded
 from tuner.nvml import VisibleGpu, session, throttle_names, visible_gpus
 
 PTXAS_TIMEOUT_S = 5.0
@@ -142,7 +142,7 @@ def triton_version() -> Check:
 def ptxas(capability: tuple[int, int]) -> Check:
     """Triton's assembler. One that hangs is a warning: candidates that wait for it become rows of class timeout."""
     override = os.environ.get("TRITON_PTXAS_PATH")
-    path = override or _bundled_ptxas()
+    path = override or bundled_ptxas()
     if path is None:
         return Check(
             "ptxas",
@@ -171,14 +171,6 @@ def ptxas(capability: tuple[int, int]) -> Check:
             "ptxas", "missing", f"ptxas at {path} failed (exit status {answer.returncode})", remedy
         )
     return Check("ptxas", "ok", f"{release.group(1)} at {path}")
-
-
-def _bundled_ptxas() -> str | None:
-    spec = importlib.util.find_spec("triton")
-    if spec is None or spec.origin is None:
-        return None
-    path = Path(spec.origin).parent / "backends" / "nvidia" / "bin" / "ptxas"
-    return str(path) if path.exists() else None
 
 
 def c_compiler() -> Check:

@@ -29,7 +29,6 @@ class Progress:
     def __init__(self) -> None:
         self.total = self.resumed = self.done = self.failed = 0
         self.best: dict[str, ResultRow] = {}
-        self.baseline: dict[str, float] = {}
         self.started = time.monotonic()
 
     def add(self, row: ResultRow) -> None:

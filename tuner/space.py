@@ -13,6 +13,7 @@ from typing import Any
 
 from dash_kernels.dispatch import default_config
 from dash_kernels.problem import (
+    BACKENDS,
     DTYPES,
     HOPPER_TILES,
     MASKS,
@@ -78,7 +79,7 @@ def validate(filters: SpaceFilter) -> None:
     for option, values, known in (
         ("mask", filters.masks, MASKS),
         ("dtype", filters.dtypes, DTYPES),
-        ("backend", filters.backends, ("hopper", "portable")),
+        ("backend", filters.backends, BACKENDS),
         ("schedule", filters.schedules, tuple(SCHEDULES)),
     ):
         for value in values:
@@ -186,7 +187,7 @@ def _tiers(
         yield 2, replace(winner, heads_interleaved=heads)
         yield 2, replace(_of_kind(base, "descending"), heads_interleaved=heads)
     yield 2, replace(_of_kind(base, BASELINE), heads_interleaved=4)
-    if problem.causal:  # long first: not monotone, and the prototype's best at head_dim 128
+    if problem.causal:  # long first: not monotone
         yield 2, replace(winner, launch_order="ascending")
     yield 2, replace(_of_kind(base, BASELINE), policy="unordered")
     other_signal = {"plain": "deferred", "deferred": "plain"}[base.signal]

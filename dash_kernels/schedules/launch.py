@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from dash_kernels.problem import LAUNCH_ORDERS
 from dash_kernels.schedules.schedule import Schedule
 
 if TYPE_CHECKING:
     from dash_kernels.problem import Config
-
-ORDERS = ("ascending", "descending")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,8 +24,9 @@ class Launch:
     heads: int = 1
 
     def __post_init__(self) -> None:
-        if self.order not in ORDERS:
-            raise ValueError(f"launch order is {self.order!r}; choose one of {', '.join(ORDERS)}")
+        if self.order not in LAUNCH_ORDERS:
+            known = ", ".join(LAUNCH_ORDERS)
+            raise ValueError(f"launch order is {self.order!r}; choose one of {known}")
         if not isinstance(self.heads, int) or isinstance(self.heads, bool) or self.heads < 0:
             raise ValueError(f"interleaved heads is {self.heads!r}; it must be 0 (all) or more")
 

@@ -80,20 +80,10 @@ class Board:
         self.store, self.snapshots, self.preferred = store, snapshots, default_gpu
 
     def gpus(self) -> list[str]:
-        """GPUs with rows, the default one first."""
+        """GPUs with rows, the default one first: the preferred one where it has rows."""
         found = self.store.gpus()
-        first = self.default_gpu(found)
+        first = self.preferred if self.preferred in found else self.snapshots.default_gpu()
         return sorted(found, key=lambda gpu: (gpu != first, gpu))
-
-    def default_gpu(self, found: list[str]) -> str | None:
-        """The preferred one where it has rows, else the one of the newest release, else one that was measured."""
-        if self.preferred in found:
-            return self.preferred
-        release = self.store.get_release()
-        if release is not None and release.gpu in found:
-            return release.gpu
-        measured = [gpu for gpu in found if self.snapshots.of(gpu).cells]
-        return next(iter(measured or found), None)
 
     def basis(self, gpu: str) -> Snapshot:
         """Measured where anything was; else what the model predicts; else what was compiled."""
@@ -156,18 +146,9 @@ class Board:
 
     def points(self, snapshot: Snapshot, filters: Filters) -> list[Point]:
         """What the curves draw: the shown slice, one shape a seq_len, with predictions when asked for."""
-        snapshots = [snapshot]
+        drawn = snapshot.points_of(filters)
         if filters.predicted and snapshot.source != "modelled":
-            snapshots.append(self.snapshots.of(snapshot.gpu, "modelled"))
-        drawn: list[Point] = []
-        for part in snapshots:
-            cells = views.one_a_length(state.of_slice(part.cells, filters))
-            shapes = {(c.seq_len, c.seq_len_kv, c.batch, c.heads) for c in cells}
-            drawn += [
-                p
-                for p in state.of_slice(part.points, filters)
-                if (p.seq_len, p.seq_len_kv, p.batch, p.heads) in shapes
-            ]
+            drawn += self.snapshots.of(snapshot.gpu, "modelled").points_of(filters)
         return drawn
 
     def compiled(self, snapshot: Snapshot, filters: Filters) -> list[Point]:

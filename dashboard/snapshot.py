@@ -6,10 +6,11 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from dashboard.filters import Filters, of_slice
 from dashboard.points import Point, fastest_by_kind, point_of
 from tuner.results.rows import ResultRow
 from tuner.results.store import Store
-from tuner.winners import Cell, winners
+from tuner.winners import Cell, most_work, winners
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,27 @@ class Snapshot:
     points: Sequence[Point]
     compiled: Sequence[Point]
     ceiling: float | None = None
+
+    def cells_of(self, filters: Filters) -> list[Cell]:
+        """The cells of the slice that the filters name, one a seq_len."""
+        return one_a_length(of_slice(self.cells, filters))
+
+    def points_of(self, filters: Filters) -> list[Point]:
+        """What the curves of that slice draw: the points of its cells."""
+        shapes = {shape_of(cell) for cell in self.cells_of(filters)}
+        return [point for point in of_slice(self.points, filters) if shape_of(point) in shapes]
+
+
+def shape_of(item: Cell | Point) -> tuple[int, ...]:
+    return item.seq_len, item.seq_len_kv, item.batch, item.heads
+
+
+def one_a_length(cells: Sequence[Cell]) -> list[Cell]:
+    """Of the cells of one slice, the one with the most work at each seq_len, by seq_len."""
+    chosen: dict[int, Cell] = {}
+    for cell in sorted(cells, key=lambda c: (c.seq_len != c.seq_len_kv, most_work(c))):
+        chosen.setdefault(cell.seq_len, cell)
+    return [chosen[s] for s in sorted(chosen)]
 
 
 def take(
@@ -49,6 +71,15 @@ class Snapshots:
         self._held: dict[tuple[str, str], Snapshot] = {}
         self._locks: dict[tuple[str, str], threading.Lock] = {}
         self._guard = threading.Lock()
+
+    def default_gpu(self) -> str | None:
+        """The GPU of the newest release; else one with measured winners; else one with rows, if there is any."""
+        release = self._store.get_release()
+        if release is not None:
+            return release.gpu
+        found = self._store.gpus()
+        measured = [gpu for gpu in found if len(found) == 1 or self.of(gpu).cells]
+        return next(iter(measured or found), None)
 
     def of(self, gpu: str, source: str = "measured") -> Snapshot:
         """The snapshot as of now. Raises StoreUnavailable when the database does not answer."""

@@ -16,8 +16,8 @@ from dashboard.filters import Filters
 from dashboard.model import chart, strips
 from dashboard.palette import MARKS, kind_order
 from dashboard.points import geometric_mean, kind_of, schedule_of, tflops_of
-from dashboard.snapshot import Snapshot
-from tuner.winners import Cell, Confidence, Winner, cost, most_work, overall, resident
+from dashboard.snapshot import Snapshot, one_a_length
+from tuner.winners import Cell, Confidence, Winner, cost, overall, resident
 
 UNKNOWN = "–"
 SHOWN_RUNS = 6
@@ -117,14 +117,6 @@ def order_cost(cell: Cell) -> float | None:
     own = cost(winner_of(cell).row)
     base = cost(unordered.row) if unordered else None
     return 1 - base / own if own and base else None
-
-
-def one_a_length(cells: Sequence[Cell]) -> list[Cell]:
-    """Of the cells of one slice, the one with the most work at each seq_len, by seq_len."""
-    chosen: dict[int, Cell] = {}
-    for cell in sorted(cells, key=lambda c: (c.seq_len != c.seq_len_kv, most_work(c))):
-        chosen.setdefault(cell.seq_len, cell)
-    return [chosen[s] for s in sorted(chosen)]
 
 
 def hero(gpu: str, filters: Filters, cells: Sequence[Cell], source: str) -> dict[str, Any]:
@@ -455,7 +447,7 @@ def build_page(
     available = state.options(snapshot.cells)
     asked = filters
     filters, more = state.settle(filters, available, snapshot.cells)
-    cells = one_a_length(state.of_slice(snapshot.cells, filters))
+    cells = snapshot.cells_of(filters)
     answer = hero(snapshot.gpu, filters, cells, snapshot.source)
     subtitle = f"{snapshot.gpu}, {filters.mask}, head_dim {filters.head_dim}, {filters.dtype}"
     tokens = {c.batch * c.seq_len for c in cells}

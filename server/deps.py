@@ -28,20 +28,14 @@ class Context:
     settings: Settings
 
     def default_gpu(self) -> str:
-        """The setting; else the GPU of the newest release; else one with measured winners; else one with rows."""
-        if self.settings.default_gpu:
-            return self.settings.default_gpu
-        release = self.store.get_release()
-        if release is not None:
-            return release.gpu
-        found = self.store.gpus()
-        measured = [gpu for gpu in found if len(found) == 1 or self.snapshots.of(gpu).cells]
-        if not found:
+        """The setting, else :meth:`Snapshots.default_gpu`. 404 where nothing is stored."""
+        found = self.settings.default_gpu or self.snapshots.default_gpu()
+        if found is None:
             raise ApiError(
                 404,
                 "nothing is measured yet; run dash-tune --gpu auto on a GPU machine, or import rows",
             )
-        return (measured or found)[0]
+        return found
 
     def gpu(self, asked: str | None) -> str:
         """The GPU that is meant. 422 for a name that neither the package nor the database knows."""

@@ -21,7 +21,7 @@ from dashboard.gantt import gantt_figure, mix
 from dashboard.model import strips
 from dashboard.palette import DARK, LIGHT, MARKS, mark_of
 from dashboard.points import fastest_by_kind, geometric_mean
-from dashboard.snapshot import Snapshot, Snapshots, take
+from dashboard.snapshot import Snapshot, Snapshots, one_a_length, take
 from server.app import create_app
 from server.settings import Settings
 from tuner.results.store import Store
@@ -280,7 +280,7 @@ def test_open_filters_take_what_there_is(snapshot: Snapshot) -> None:
 
 
 def test_the_answer_in_one_sentence(snapshot: Snapshot) -> None:
-    cells = views.one_a_length(of_slice(snapshot.cells, SLICE))
+    cells = one_a_length(of_slice(snapshot.cells, SLICE))
     said = views.hero("h200", SLICE, cells, "measured")
     assert said["kind"] == "shortest_first"
     assert "".join(text for text, _ in said["sentence"]).endswith("head_dim 128 on H200.")
@@ -288,7 +288,7 @@ def test_the_answer_in_one_sentence(snapshot: Snapshot) -> None:
     assert "2.0 % against atomics" in said["sub"]  # the fake atomics are 2 % faster
     assert said["stats"][0]["value"] == f"{0.92 / 0.45:.2f}×"
     full = replace(SLICE, mask="full")
-    other = views.hero("h200", full, views.one_a_length(of_slice(snapshot.cells, full)), "measured")
+    other = views.hero("h200", full, one_a_length(of_slice(snapshot.cells, full)), "measured")
     assert "shift reaches" in other["sub"]
     assert "allow_resident" in other["sub"]
     assert (
@@ -303,7 +303,7 @@ def test_one_shape_stands_for_a_length() -> None:
         for problem in (small, fake_problem("causal", 128, 1024))
     ]
     cells = winners([(row, "fake") for row in rows])
-    assert [cell.batch for cell in views.one_a_length(cells)] == [16]
+    assert [cell.batch for cell in one_a_length(cells)] == [16]
 
 
 def test_numbers_as_they_are_printed() -> None:

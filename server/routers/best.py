@@ -7,10 +7,9 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 
 from dash_kernels.lookup import TABLES, LookupTable, TableError
-from dashboard import filters as state
+from dashboard.figures import by_kind
 from dashboard.filters import Filters
 from dashboard.points import Point
-from dashboard.views import one_a_length
 from server.deps import Answers, Context, StrictJson
 from server.errors import ApiError, invalid
 from server.models import BestAnswer, Curves, Problem
@@ -87,20 +86,14 @@ def create(context: Context) -> APIRouter:
             head_group=query.head_group,
             direction=query.direction,
         )
-        cells = one_a_length(state.of_slice(snapshot.cells, shown))
-        if not cells:
+        points = snapshot.points_of(shown)
+        if not points:
             known = sorted({(c.mask, c.head_dim, c.dtype, c.head_group) for c in snapshot.cells})
             has = "; ".join(f"{m} d={d} {t} head group {g}" for m, d, t, g in known) or "nothing"
             raise ApiError(
                 404,
                 f"{gpu} has no {query.source} rows for {query.mask} d={query.dim} {query.dtype}; it has: {has}",
             )
-        shapes = {(c.seq_len, c.seq_len_kv, c.batch, c.heads) for c in cells}
-        points = [
-            p
-            for p in state.of_slice(snapshot.points, shown)
-            if (p.seq_len, p.seq_len_kv, p.batch, p.heads) in shapes
-        ]
         body = {
             **{
                 k: getattr(shown, k)
@@ -131,8 +124,6 @@ def _question(query: BestQuery, gpu: str, head_dim: int) -> Question:
 
 
 def _series(points: list[Point]) -> list[dict[str, Any]]:
-    from dashboard.figures import by_kind
-
     return [
         {
             "schedule": kind,

@@ -81,6 +81,10 @@ class Problem:
         """Query heads per KV head: 1 for MHA."""
         return self.heads // self.heads_kv
 
+    def label(self) -> str:
+        """Short name for messages and tables, for instance ``causal d=128 seq_len=4096 bfloat16``."""
+        return f"{self.mask} d={self.head_dim} seq_len={self.seq_len} {self.dtype}"
+
     def flops(self, convention: str = "square") -> float:
         """Floating-point operations of the backward: five matmuls, 2 * head_dim operations a pair each.
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from dash_kernels.lookup import FORMAT, LookupTable, digest_of
 from dash_kernels.problem import Problem
 from tuner.results.rows import (
+    DERIVED_COLUMNS,
     Release,
     ResultFilter,
     ResultRow,
@@ -202,10 +203,7 @@ def _arrow_type(name: str) -> Any:
 
 # -- dumps ----------------------------------------------------------------------------------------------------------
 
-# What a dump leaves out, because ResultRow.of derives it again.
-_DERIVED = {"gpu", "head_group", "run_uuid"}
-_DERIVED |= {"backend", "schedule", "group_size", "policy", "block_m", "block_n"}
-DUMP_COLUMNS = tuple(name for name in ROW_COLUMNS if name not in _DERIVED)
+DUMP_COLUMNS = tuple(n for n in ROW_COLUMNS if n not in ("gpu", "run_uuid", *DERIVED_COLUMNS))
 
 
 def dump(store: Store, gpu: str | None = None) -> dict[str, Any]:

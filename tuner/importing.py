@@ -28,7 +28,7 @@ from tuner.export import (
     RUN_COLUMNS,
     column_kind,
 )
-from tuner.results.rows import Release, ResultRow, RunInfo, StoreError
+from tuner.results.rows import DERIVED_COLUMNS, Release, ResultRow, RunInfo, StoreError
 from tuner.winners import overall, winners
 
 if TYPE_CHECKING:
@@ -188,16 +188,8 @@ def _from_flat(
         about = {name: values.pop(name, None) for name in RUN_COLUMNS}
         problem = Problem(**{name: values.pop(name) for name in PROBLEM_COLUMNS})
         config = Config.from_dict(values.pop("config"))
-        derived = (
-            "head_group",
-            "backend",
-            "schedule",
-            "group_size",
-            "policy",
-            "block_m",
-            "block_n",
-        )
-        row = ResultRow.of(problem, config, **{k: v for k, v in values.items() if k not in derived})
+        own = {name: value for name, value in values.items() if name not in DERIVED_COLUMNS}
+        row = ResultRow.of(problem, config, **own)
         if uuid not in runs:
             info = RunInfo(
                 gpu=row.gpu,

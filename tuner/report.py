@@ -7,15 +7,10 @@ import sys
 import time
 from typing import Any, TextIO
 
-from dash_kernels.problem import Config
 from tuner.results import ResultRow
 
 PLAIN_EVERY_S = 10.0
 SHOWN_FAILURES = 3
-
-
-def shape_of(row: ResultRow) -> str:
-    return f"{row.mask} d={row.head_dim} seq_len={row.seq_len} {row.dtype}"
 
 
 def duration(seconds: float) -> str:
@@ -36,7 +31,7 @@ class Progress:
         if row.status != "ok":
             self.failed += 1
             return
-        shape = shape_of(row)
+        shape = row.to_problem().label()
         leader = self.best.get(shape)
         if (
             row.policy != "unordered"
@@ -162,7 +157,7 @@ class LiveReporter:
 
 def _columns(row: ResultRow) -> tuple[str, ...]:
     return (
-        Config.from_dict(row.config).label(),
+        row.to_config().label(),
         f"{row.tflops:.1f}" if row.tflops else "",
         f"{row.speedup_vs_baseline:.2f}x" if row.speedup_vs_baseline else "",
         "" if row.registers is None else str(row.registers),
@@ -172,18 +167,21 @@ def _columns(row: ResultRow) -> tuple[str, ...]:
 
 def row_line(row: ResultRow) -> str:
     """One row for a person."""
-    label = Config.from_dict(row.config).label()
     if row.status != "ok":
-        return f"{shape_of(row)}: {label}: {row.status}"
+        return f"{_name(row)}: {row.status}"
     if row.tflops:
-        return f"{shape_of(row)}: {label}: {row.tflops:.1f} TFLOPS"
-    return f"{shape_of(row)}: {label}: {row.registers} registers, {row.spill_bytes} spill bytes"
+        return f"{_name(row)}: {row.tflops:.1f} TFLOPS"
+    return f"{_name(row)}: {row.registers} registers, {row.spill_bytes} spill bytes"
 
 
 def failure_line(row: ResultRow) -> str:
     """Class, config and the first line of what went wrong."""
     lines = (row.error or "").splitlines() or [""]
-    return f"{row.status}: {shape_of(row)}: {Config.from_dict(row.config).label()}: {lines[0]}"
+    return f"{row.status}: {_name(row)}: {lines[0]}"
+
+
+def _name(row: ResultRow) -> str:
+    return f"{row.to_problem().label()}: {row.to_config().label()}"
 
 
 def make_reporter(as_json: bool) -> PlainReporter | LiveReporter:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from dash_kernels.problem import MASKS, Config
+from dash_kernels.problem import MASKS
 from tuner.command import UsageError
 from tuner.results import ResultFilter, Store
 from tuner.results.rows import SOURCES
@@ -100,7 +100,7 @@ def _cell_row(cell: Cell) -> list[str]:
     other = "same" if best.row.config_hash == row.config_hash else _named(best)
     return [
         *shape,
-        Config.from_dict(row.config).label(),
+        row.to_config().label(),
         _number(row.tflops, ".1f"),
         _number(served.speedup_vs_baseline, ".2f", "x"),
         _lead(served),
@@ -119,8 +119,7 @@ def _lead(winner: Winner) -> str:
 
 
 def _named(winner: Winner) -> str:
-    label = Config.from_dict(winner.row.config).label()
-    return f"{label} ({_number(winner.row.tflops, '.1f')})"
+    return f"{winner.row.to_config().label()} ({_number(winner.row.tflops, '.1f')})"
 
 
 def _number(value: float | None, form: str, unit: str = "") -> str:
@@ -208,10 +207,7 @@ def verify(filters: SpaceFilter, runs: int, as_json: bool) -> int:
                 for gradient, error in answer.errors.items()
             )
             within = "in budget" if answer.within_budget else "OVER BUDGET"
-            print(
-                f"{problem.mask} d={problem.head_dim} seq_len={problem.seq_len} {problem.dtype}: {answer.config.label()}: ",
-                end="",
-            )
+            print(f"{problem.label()}: {answer.config.label()}: ", end="")
             print(f"{bits} in {answer.runs} runs; {within} ({errors})", flush=True)
     except ValueError as error:
         raise UsageError(str(error)) from None

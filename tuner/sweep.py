@@ -470,9 +470,7 @@ class Sweep:
 
         def finished(reply: Reply) -> None:
             if not reply.ok:
-                self.reporter.note(
-                    f"final round of {problem.mask} d={problem.head_dim} seq_len={problem.seq_len}: {reply.error}"
-                )
+                self.reporter.note(f"final round of {problem.label()}: {reply.error}")
                 return
             for row, result in zip(chosen, reply.result["results"], strict=True):
                 self._write_final(run_id, row, result)

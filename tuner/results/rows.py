@@ -230,6 +230,8 @@ _CLEANED = [
     "predicted",
 ]
 CONFIG_COLUMNS = ("backend", "schedule", "policy", "block_m", "block_n")
+DERIVED_COLUMNS = ("head_group", "group_size", *CONFIG_COLUMNS)
+"""What :meth:`ResultRow.of` works out from the problem and the config."""
 
 
 def config_columns(config: Config) -> dict[str, Any]:

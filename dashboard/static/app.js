@@ -1,12 +1,7 @@
-// Draws the figures, keeps filters in the URL without reloading plotly.js, copies configs, switches the theme.
+// Draws the figures, keeps filters in the URL without reloading plotly.js, copies configs. After theme.js.
 "use strict";
 
-const systemDark = matchMedia("(prefers-color-scheme: dark)");
 const narrow = matchMedia("(max-width: 700px)");
-
-function theme() {
-  return document.documentElement.dataset.theme || (systemDark.matches ? "dark" : "light");
-}
 
 function forWidth(layout, lines) {
   if (!narrow.matches) return layout;
@@ -99,17 +94,6 @@ document.addEventListener("click", async (event) => {
       copy.textContent = "press Ctrl+C";
     }
     setTimeout(() => (copy.textContent = said), 1600);
-    return;
-  }
-  if (event.target.closest("[data-theme-switch]")) {
-    const next = theme() === "dark" ? "light" : "dark";
-    document.documentElement.dataset.theme = next;
-    try {
-      localStorage.setItem("dash-theme", next);
-    } catch (error) {
-      // The choice holds for this page only.
-    }
-    drawAll();
   }
 });
 
@@ -122,6 +106,7 @@ document.addEventListener("submit", (event) => {
 });
 
 addEventListener("popstate", () => show(location.href, false));
+document.addEventListener("themechange", drawAll);
 systemDark.addEventListener("change", drawAll);
 narrow.addEventListener("change", drawAll);
 drawAll();

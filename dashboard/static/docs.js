@@ -39,15 +39,3 @@ document.querySelectorAll("form[data-try]").forEach((form) => {
   });
   tell();
 });
-
-document.addEventListener("click", (event) => {
-  if (!event.target.closest("[data-theme-switch]")) return;
-  const root = document.documentElement;
-  const dark = root.dataset.theme ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-  root.dataset.theme = dark ? "light" : "dark";
-  try {
-    localStorage.setItem("dash-theme", root.dataset.theme);
-  } catch (error) {
-    // The choice holds for this page only.
-  }
-});

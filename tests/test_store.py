@@ -316,6 +316,15 @@ def test_a_reader_that_pages_by_id_misses_no_row_of_writers_beside_it(store: Sto
     assert len(seen) == store.count() == 4 * each
 
 
+def test_threads_may_share_a_database_in_memory() -> None:
+    with Store.open("sqlite://") as store, ThreadPoolExecutor(8) as pool:
+        started = store.start_run(RUN)
+        ids = list(pool.map(lambda number: store.add(started, row(number)), range(64)))
+        pages = list(pool.map(lambda _: len(store.results()), range(64)))
+    assert len(set(ids)) == 64
+    assert set(pages) == {64}
+
+
 # -- schema ---------------------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, inspect, make_url, text
 from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, TimeoutError
-from sqlalchemy.pool import Pool, QueuePool, StaticPool
+from sqlalchemy.pool import QueuePool
 
 from tuner.results import migrate
 from tuner.results.rows import StoreError, StoreUnavailable
@@ -80,7 +80,7 @@ def open_engine(url: URL, read_only: bool) -> Engine:
             raise
         return engine
     if url.database is None:
-        engine = _sqlite_engine(":memory:", StaticPool)
+        engine = _sqlite_engine(":memory:", pool_size=1, max_overflow=0)  # threads take turns
         with engine.execution_options(write=True).begin() as connection:
             migrate.upgrade(connection)
         return engine
@@ -145,7 +145,7 @@ def _explain(reason: str, url: URL, disconnected: bool) -> StoreError:
 # -- SQLite ---------------------------------------------------------------------------------------------------------
 
 
-def _sqlite_engine(target: str, pool: type[Pool], **options: Any) -> Engine:
+def _sqlite_engine(target: str, **options: Any) -> Engine:
     """``target`` is a file: URI or :memory:."""
 
     def connect() -> sqlite3.Connection:
@@ -158,7 +158,7 @@ def _sqlite_engine(target: str, pool: type[Pool], **options: Any) -> Engine:
             connection.execute("PRAGMA synchronous = NORMAL")  # with WAL: safe, and no wait a row
         return connection
 
-    engine = create_engine("sqlite://", creator=connect, poolclass=pool, **options)
+    engine = create_engine("sqlite://", creator=connect, poolclass=QueuePool, **options)
 
     @event.listens_for(engine, "begin")
     def begin(connection: Connection) -> None:
@@ -169,7 +169,7 @@ def _sqlite_engine(target: str, pool: type[Pool], **options: Any) -> Engine:
 
 
 def _file_engine(path: Path, query: str = "") -> Engine:
-    return _sqlite_engine(path.as_uri() + query, QueuePool, pool_size=8, max_overflow=56)
+    return _sqlite_engine(path.as_uri() + query, pool_size=8, max_overflow=56)
 
 
 def _open_sqlite(path: Path, url: URL) -> Engine:

@@ -177,8 +177,8 @@ class Config:
         kind = f"{self.schedule}({self.group})" if self.group > 1 else self.schedule
         if self.policy != "ordered":
             kind = self.policy
-        heads = "all" if self.heads_interleaved == 0 else str(self.heads_interleaved)
-        interleave = "" if heads == "1" else f" x{heads} heads"
+        heads = f"x{self.heads_interleaved}" if self.heads_interleaved else "all"
+        interleave = "" if self.heads_interleaved == 1 else f" {heads} heads"
         rest = "" if self.num_stages == 2 else f" {self.num_stages} stages"
         if self.backend == "portable":
             rest += " portable"

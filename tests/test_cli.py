@@ -217,3 +217,17 @@ def test_stored_rows_are_shown_exported_imported_and_released(
         assert f"{added} rows added" in capsys.readouterr().out
     assert dash_tune(monkeypatch, "release", "--gpu", "h100", "--name", "first") == 0
     assert re.match(r"release \d+: first, digest \w+$", capsys.readouterr().out)
+
+
+def test_the_time_left_is_no_more_than_the_budget_leaves() -> None:
+    from tuner.report import Progress
+
+    progress = Progress()
+    progress.begin(total=1000, resumed=0, budget_s=60.0)
+    progress.started -= 50.0
+    progress.done = 1
+    left = progress.seconds_left()
+    assert left is not None
+    assert 9.0 <= left <= 10.0
+    progress.budget_s = 0.0
+    assert (progress.seconds_left() or 0.0) > 1000.0

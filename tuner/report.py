@@ -24,7 +24,11 @@ class Progress:
     def __init__(self) -> None:
         self.total = self.resumed = self.done = self.failed = 0
         self.best: dict[str, ResultRow] = {}
-        self.started = time.monotonic()
+        self.started, self.budget_s = time.monotonic(), 0.0
+
+    def begin(self, total: int, resumed: int, budget_s: float) -> None:
+        """``budget_s`` seconds at most will be spent; 0 for no limit."""
+        self.total, self.resumed, self.budget_s = total, resumed, budget_s
 
     def add(self, row: ResultRow) -> None:
         self.done += 1
@@ -41,10 +45,12 @@ class Progress:
             self.best[shape] = row
 
     def seconds_left(self) -> float | None:
-        """At the pace so far; None before there is one."""
+        """At the pace so far, and no more than the budget leaves; None before there is a pace."""
         if not self.done:
             return None
-        return (time.monotonic() - self.started) / self.done * (self.total - self.done)
+        spent = time.monotonic() - self.started
+        left = spent / self.done * (self.total - self.done)
+        return min(left, max(0.0, self.budget_s - spent)) if self.budget_s else left
 
     def headline(self) -> str:
         left = self.seconds_left()
@@ -66,8 +72,8 @@ class PlainReporter:
         self._stream = stream or sys.stdout
         self._last = 0.0
 
-    def begin(self, total: int, resumed: int) -> None:
-        self.progress.total, self.progress.resumed = total, resumed
+    def begin(self, total: int, resumed: int, budget_s: float = 0.0) -> None:
+        self.progress.begin(total, resumed, budget_s)
         self.note(f"{total} configs to do" + (f", {resumed} done before" if resumed else ""))
 
     def row(self, row: ResultRow) -> None:
@@ -92,8 +98,8 @@ class PlainReporter:
 class JsonReporter(PlainReporter):
     """One JSON object a line: ``{"event": "row", ...}``."""
 
-    def begin(self, total: int, resumed: int) -> None:
-        self.progress.total, self.progress.resumed = total, resumed
+    def begin(self, total: int, resumed: int, budget_s: float = 0.0) -> None:
+        self.progress.begin(total, resumed, budget_s)
         self._event("begin", total=total, resumed=resumed)
 
     def row(self, row: ResultRow) -> None:
@@ -124,8 +130,8 @@ class LiveReporter:
         self._live = Live(console=Console(), refresh_per_second=4, get_renderable=self._render)
         self._live.start()
 
-    def begin(self, total: int, resumed: int) -> None:
-        self.progress.total, self.progress.resumed = total, resumed
+    def begin(self, total: int, resumed: int, budget_s: float = 0.0) -> None:
+        self.progress.begin(total, resumed, budget_s)
 
     def row(self, row: ResultRow) -> None:
         self.progress.add(row)

@@ -76,7 +76,7 @@ class Sweep:
         self._resume()
         self.preparing = self._preparations()
         self.summary.total = len(self.items)
-        self.reporter.begin(len(self.items), self.summary.resumed)
+        self.reporter.begin(len(self.items), self.summary.resumed, self.settings.budget_s or 0.0)
         try:
             while self._open_items() and not self._stop:
                 self._step(deadline)

@@ -38,7 +38,8 @@ def serve(
     """Serve the API and the dashboard.
 
     Settings are DASH_* variables: DASH_TOKEN allows writes, DASH_DEFAULT_GPU answers calls that name no GPU,
-    DASH_ROOT_PATH is the prefix of a proxy.
+    DASH_ROOT_PATH is the prefix of a proxy, DASH_CORS_ORIGINS a JSON list of sites that may read, DASH_MAX_BODY_BYTES and
+    DASH_RETRY_AFTER_S the limits of a write and of a wait.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("dash").setLevel(logging.INFO)

@@ -170,7 +170,7 @@ def export(
 @app.command("import")
 def import_(
     file: Annotated[
-        Path, typer.Argument(help="A .json.gz, .json, .csv or .parquet that export wrote.")
+        Path, typer.Argument(help="A .json.gz, .csv or .parquet that export wrote.")
     ],
     db: Db = None,
 ) -> None:

@@ -169,9 +169,7 @@ def export(
 
 @app.command("import")
 def import_(
-    file: Annotated[
-        Path, typer.Argument(help="A .json.gz, .csv or .parquet that export wrote.")
-    ],
+    file: Annotated[Path, typer.Argument(help="A .json.gz, .csv or .parquet that export wrote.")],
     db: Db = None,
 ) -> None:
     """Merge exported rows into the database; rows that are there already stay as they are."""

@@ -435,7 +435,8 @@ class Sweep:
         """Sample the leaders of each problem in turn with its baselines; their rows stand for the cell's winners."""
         assert self.gpus is not None
         rows = self._rows_of_sweep()
-        wanted = {item.problem for item in self.items} | {row.to_problem() for row in rows}
+        problems = {item.problem for item in self.items} | {row.to_problem() for row in rows}
+        wanted = sorted(problems, key=lambda problem: tuple(problem.to_dict().values()))
         due = [(problem, chosen) for problem in wanted if (chosen := finalists(problem, rows))]
         if not due:
             return

@@ -77,6 +77,19 @@ def test_best_of_all_served_and_baselines() -> None:
     assert {row.to_config() for row in cell.servable} == {SERVED, ASCENDING, INTERLEAVED, TWO_PASS}
 
 
+def test_baselines_come_from_the_final_round_where_it_has_them() -> None:
+    """An earlier sampling saw other clocks, so a faster one of another ascending tile is no baseline."""
+    other_tile = ASCENDING.with_(num_stages=3)
+    final = {"telemetry": {"round": "final"}, "run_id": 2}
+    cell = cell_of(
+        measured(other_tile, 290, run_id=1, id=1), measured(UNORDERED, 700, run_id=1, id=2),
+        measured(ASCENDING, 275, id=3, **final), measured(SERVED, 550, id=4, **final),
+    )  # fmt: skip
+    assert cell.baselines["ascending"].row.to_config() == ASCENDING
+    assert cell.served.speedup_vs_baseline == pytest.approx(2.0, rel=0.01)
+    assert cell.baselines["unordered"].row.to_config() == UNORDERED  # the round sampled none
+
+
 def test_the_best_of_all_is_served_where_it_needs_one_cta_only() -> None:
     """Each tie is judged against the fastest row, which need not be one that may be served."""
     speeds = ((SHIFT, 502.0), (INTERLEAVED, 500.0), (SERVED, 498.5))

@@ -244,7 +244,13 @@ def _baselines(rows: list[ResultRow]) -> dict[str, ResultRow]:
     plain = [row for row in ascending if is_plain(row)]
     unordered = [row for row in rows if row.policy == "unordered"]
     found = {"ascending": plain or ascending, "unordered": unordered}
-    return {name: pick(rows) for name, rows in found.items() if rows}
+    # A winner of the final round stands against baselines of that round, where it has them.
+    same_clocks = {id(row) for row in _comparable(rows)}
+    return {
+        name: pick([row for row in group if id(row) in same_clocks] or group)
+        for name, group in found.items()
+        if group
+    }
 
 
 def _win(

@@ -56,7 +56,6 @@ class Summary:
 
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[ResultRow] = field(default_factory=list)
-    total: int = 0
     resumed: int = 0
     failed_before: int = 0
     usable: int = 0

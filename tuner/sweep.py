@@ -75,7 +75,6 @@ class Sweep:
         self._meet_gpu()
         self._resume()
         self.preparing = self._preparations()
-        self.summary.total = len(self.items)
         self.reporter.begin(len(self.items), self.summary.resumed, self.settings.budget_s or 0.0)
         try:
             while self._open_items() and not self._stop:

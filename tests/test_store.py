@@ -37,6 +37,7 @@ from tuner.results import (
 )
 from tuner.results.__main__ import main as results_command
 
+HEAD = migrate.HEAD
 PROBLEM = Problem("causal", 128, 4096, batch=4, heads=16)
 RUN = RunInfo("h200", {"gpu": "h200", "driver": "580"}, {"zeroing": True}, "dash-tune --gpu h200")
 
@@ -352,13 +353,13 @@ def next_release(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Monk
     """This process becomes the next release, whose schema has one column more."""
     scripts = tmp_path / "migrations"
     shutil.copytree(migrate.SCRIPTS, scripts, ignore=shutil.ignore_patterns("__pycache__"))
-    (scripts / "versions" / "0002_next.py").write_text(
-        "import sqlalchemy as sa\nfrom alembic import op\n\nrevision = '0002'\ndown_revision = '0001'\n\n\n"
+    (scripts / "versions" / "next.py").write_text(
+        f"import sqlalchemy as sa\nfrom alembic import op\n\nrevision = 'next'\ndown_revision = {HEAD!r}\n\n\n"
         "def upgrade():\n    op.add_column('dash_runs', sa.Column('label', sa.Text()))\n"
     )
     monkeypatch.setattr(migrate, "SCRIPTS", scripts)
-    monkeypatch.setattr(migrate, "REVISIONS", ("0001", "0002"))
-    monkeypatch.setattr(migrate, "HEAD", "0002")
+    monkeypatch.setattr(migrate, "REVISIONS", (*migrate.REVISIONS, "next"))
+    monkeypatch.setattr(migrate, "HEAD", "next")
     return monkeypatch
 
 
@@ -374,18 +375,16 @@ def test_an_older_sqlite_is_migrated_after_a_backup_and_then_refused_by_the_old_
     _fill(str(path))
     patch: pytest.MonkeyPatch = request.getfixturevalue("next_release")
     with Store.open(path) as store:
-        assert store.schema_version() == "0002"
+        assert store.schema_version() == "next"
         assert store.count() == 1
-    backup = tmp_path / "old.db.schema-0001.bak"
+    backup = tmp_path / f"old.db.schema-{HEAD}.bak"
     assert str(backup) in caplog.text
     with closing(sqlite3.connect(backup)) as connection:
-        assert connection.execute("SELECT version_num FROM dash_schema_version").fetchone() == (
-            "0001",
-        )
+        assert connection.execute("SELECT version_num FROM dash_schema_version").fetchone() == (HEAD,)
         assert connection.execute("SELECT count(*) FROM dash_results").fetchone() == (1,)
     patch.undo()
     for read_only in (False, True):
-        with pytest.raises(StoreError, match="schema 0002, made by a newer release of dash"):
+        with pytest.raises(StoreError, match="schema next, made by a newer release of dash"):
             Store.open(path, read_only=read_only)
 
 
@@ -398,20 +397,20 @@ def test_an_older_postgresql_is_refused_until_the_named_command_ran(
     with pytest.raises(StoreError, match="python -m tuner.results upgrade --db URL"):
         Store.open(url)
     assert results_command(["upgrade", "--db", url]) == 0
-    assert "has schema 0002" in capsys.readouterr().out
+    assert "has schema next" in capsys.readouterr().out
     with Store.open(url) as store:
         assert store.count() == 1
 
 
 def test_a_half_made_schema_is_rolled_back(url: str, next_release: pytest.MonkeyPatch) -> None:
-    broken = migrate.SCRIPTS / "versions" / "0002_next.py"
+    broken = migrate.SCRIPTS / "versions" / "next.py"
     whole = broken.read_text()
     broken.write_text(whole + "    op.execute('SELECT * FROM missing_table')\n")
     with pytest.raises(StoreError):
         Store.open(url)
     broken.write_text(whole)
     with Store.open(url) as store:
-        assert store.schema_version() == "0002"
+        assert store.schema_version() == "next"
 
 
 # -- files that will not do -----------------------------------------------------------------------------------------

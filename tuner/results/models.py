@@ -1,4 +1,4 @@
-"""Tables of the results database: runs, results (append-only), releases (immutable)."""
+"""Tables of the results database: runs, results (append-only), releases (immutable), claims (who works on what)."""
 
 from __future__ import annotations
 
@@ -163,3 +163,22 @@ class ReleaseTable(Base):
     notes: Mapped[str]
     last_result_id: Mapped[int] = mapped_column(BigInt)
     created_at: Mapped[datetime]
+
+
+class ClaimTable(Base):
+    """Who works on a config of a sweep (``tuner.results.claims``). The only rows that change."""
+
+    __tablename__ = "dash_claims"
+    __table_args__ = (
+        Unique("scope", "config_hash", name="dash_claims_scope_config"),
+        Index("dash_claims_owner", "owner"),
+        {"sqlite_autoincrement": True},
+    )
+
+    id: Mapped[int] = mapped_column(BigInt, primary_key=True)
+    scope: Mapped[str] = mapped_column(String(200))
+    config_hash: Mapped[str] = mapped_column(String(16))
+    state: Mapped[str] = mapped_column(String(8))
+    token: Mapped[int] = mapped_column(BigInt)
+    owner: Mapped[str | None]
+    expires: Mapped[datetime | None]

@@ -26,24 +26,36 @@ def unmasked_pairs(
     ``window = (left, right)`` counts neighbours on each side of a query's own position, -1 meaning all, as in
     flash-attn; ``causal`` is ``right = 0``.
     """
-    left, right = window
-    if causal:
-        right = 0 if right < 0 else min(right, 0)
-    offset = seq_len_kv - seq_len
-    total = 0
-    for row in range(seq_len):
-        low = 0 if left < 0 else max(0, row + offset - left)
-        high = seq_len_kv - 1 if right < 0 else min(seq_len_kv - 1, row + offset + right)
-        total += max(0, high - low + 1)
-    return total
+    left, right = window[0], 0 if causal else window[1]
+    up_to_right = seq_len * seq_len_kv if right < 0 else _pairs_up_to(seq_len, seq_len_kv, right)
+    beyond_left = 0 if left < 0 else _pairs_up_to(seq_len, seq_len_kv, -left - 1)
+    return up_to_right - beyond_left
+
+
+def _pairs_up_to(seq_len: int, seq_len_kv: int, ahead: int) -> int:
+    """Pairs whose key is at most ``ahead`` positions after its query's own: a sum of clamped row lengths."""
+    first = seq_len_kv - seq_len + ahead + 1  # keys of row 0, before clamping to 0 .. seq_len_kv
+
+    def total(rows: int) -> int:
+        """Clamped 1 + 2 + .. + rows."""
+        ramp = min(max(rows, 0), seq_len_kv)
+        return ramp * (ramp + 1) // 2 + max(rows - seq_len_kv, 0) * seq_len_kv
+
+    return total(first + seq_len - 1) - total(first - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One attention backward: shapes, mask and dtype.
+    """One attention backward: shapes, mask, options and dtype.
 
-    Tensors are (batch, seq_len, heads, head_dim); K and V have ``seq_len_kv`` rows and ``heads_kv`` heads. 0 for
-    ``seq_len_kv`` or ``heads_kv`` means "as for Q" and is resolved at once, so that equal problems compare equal.
+    Q is (batch, seq_len, heads, head_dim), K (batch, seq_len_kv, heads_kv, head_dim) and V the same with
+    ``head_dim_v``. 0 for ``seq_len_kv``, ``heads_kv`` or ``head_dim_v`` means "as for Q" and is resolved at once, so
+    that equal problems compare equal.
+
+    ``window_left`` and ``window_right`` are the keys that a query sees on each side of its own position (bottom-right
+    aligned), -1 for all. Mask causal is a right side of 0, whatever ``window_right`` says; with a left side, right 0
+    makes the mask causal. ``softcap`` says whether scores are capped by tanh. ``varlen`` says that sequences are
+    packed: ``batch`` is their number, ``seq_len`` and ``seq_len_kv`` are the longest of them.
     Raises ValueError naming the field for a value outside its range.
     """
 
@@ -55,6 +67,11 @@ class Problem:
     heads: int = 1
     heads_kv: int = 0
     seq_len_kv: int = 0
+    window_left: int = -1
+    window_right: int = -1
+    head_dim_v: int = 0
+    softcap: bool = False
+    varlen: bool = False
 
     def __post_init__(self) -> None:
         if self.mask not in MASKS:
@@ -63,7 +80,10 @@ class Problem:
             raise ValueError(f"dtype is {self.dtype!r}; choose one of {', '.join(DTYPES)}")
         object.__setattr__(self, "heads_kv", self.heads_kv or self.heads)
         object.__setattr__(self, "seq_len_kv", self.seq_len_kv or self.seq_len)
-        for name in ("head_dim", "seq_len", "batch", "heads", "heads_kv", "seq_len_kv"):
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
+        for name in (
+            "head_dim", "seq_len", "batch", "heads", "heads_kv", "seq_len_kv", "head_dim_v"
+        ):  # fmt: skip
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} is {value!r}; it must be a positive integer")
@@ -71,10 +91,36 @@ class Problem:
             raise ValueError(
                 f"heads ({self.heads}) is not a multiple of heads_kv ({self.heads_kv})"
             )
+        for name in ("softcap", "varlen"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; it must be True or False")
+        self._settle_window()
+
+    def _settle_window(self) -> None:
+        for name in ("window_left", "window_right"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < -1:
+                raise ValueError(f"{name} is {value!r}; it must be a number of keys, or -1 for all")
+        if self.window_right == 0 and not self.causal:
+            if self.window_left < 0:
+                raise ValueError("window_right is 0 with mask full: choose mask causal instead")
+            object.__setattr__(self, "mask", "causal")
+        if self.causal:
+            object.__setattr__(self, "window_right", -1)
 
     @property
     def causal(self) -> bool:
         return self.mask == "causal"
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """(left, right) that holds: right is 0 for mask causal, -1 is unlimited."""
+        return self.window_left, 0 if self.causal else self.window_right
+
+    @property
+    def windowed(self) -> bool:
+        """Whether the mask has an edge beside the causal diagonal."""
+        return self.window_left >= 0 or self.window_right >= 0
 
     @property
     def head_group(self) -> int:
@@ -82,32 +128,56 @@ class Problem:
         return self.heads // self.heads_kv
 
     def label(self) -> str:
-        """Short name for messages and tables, for instance ``causal d=128 seq_len=4096 bfloat16``."""
-        return f"{self.mask} d={self.head_dim} seq_len={self.seq_len} {self.dtype}"
+        """Short name for messages and tables: ``causal d=128 seq_len=4096 bfloat16``, and the options that are on."""
+        dims = f"{self.head_dim}"
+        if self.head_dim_v != self.head_dim:
+            dims += f"/{self.head_dim_v}"
+        words = [self.mask, f"d={dims}", f"seq_len={self.seq_len}", self.dtype]
+        if self.windowed:
+            words.append("window={},{}".format(*self.window))
+        words += [name for name in ("softcap", "varlen") if getattr(self, name)]
+        return " ".join(words)
 
     def flops(self, convention: str = "square") -> float:
         """Floating-point operations of the backward: five matmuls, 2 * head_dim operations a pair each.
 
-        ``square`` counts seq_len * seq_len_kv pairs, halved for causal: what flash-attn and peers print, and what
-        every stored TFLOPS of this project means. ``pairs`` counts the unmasked pairs exactly.
+        S, dK and dQ run over head_dim, dP and dV over head_dim_v. ``square`` counts seq_len * seq_len_kv pairs, halved
+        for causal: what flash-attn and peers print, and what every stored TFLOPS of this project means; with a
+        window, for which peers have no such form, it too counts exactly. ``pairs`` counts the unmasked pairs.
+        Packed sequences count as if each were as long as the longest.
         """
-        if convention == "square":
-            pairs = self.seq_len * self.seq_len_kv / (2 if self.causal else 1)
-        elif convention == "pairs":
-            pairs = unmasked_pairs(self.seq_len, self.seq_len_kv, self.causal)
-        else:
+        if convention not in ("square", "pairs"):
             raise ValueError(f"convention is {convention!r}; choose square or pairs")
-        return 5 * 2.0 * self.head_dim * pairs * self.batch * self.heads
+        pairs: float
+        if convention == "pairs" or self.windowed:
+            pairs = unmasked_pairs(self.seq_len, self.seq_len_kv, self.causal, self.window)
+        else:
+            pairs = self.seq_len * self.seq_len_kv / (2 if self.causal else 1)
+        return 2.0 * (3 * self.head_dim + 2 * self.head_dim_v) * pairs * self.batch * self.heads
 
     def tflops(self, milliseconds: float, convention: str = "square") -> float:
         return self.flops(convention) / milliseconds * 1e-9
 
+    def options(self) -> dict[str, Any]:
+        """The fields after ``seq_len_kv`` that differ from their defaults."""
+        return {name: value for name, value in self.to_dict().items() if name in OPTION_FIELDS}
+
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """The fields in order, but no option at its default: rows and hashes keep their form as options are added."""
+        values = asdict(self)
+        defaults = {f.name: f.default for f in fields(self)} | {"head_dim_v": self.head_dim}
+        for name in OPTION_FIELDS:
+            if values[name] == defaults[name]:
+                del values[name]
+        return values
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> Problem:
         return cls(**_known_fields(cls, data))
+
+
+SHAPE_FIELDS = tuple(f.name for f in fields(Problem))[:8]
+OPTION_FIELDS = tuple(f.name for f in fields(Problem))[8:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +284,8 @@ class Support:
 
 
 HOPPER_TILES = {64: ((128, 128), (64, 128)), 128: ((64, 128),)}  # head_dim -> (block_m, block_n)
-PORTABLE_TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 128))
+PORTABLE_TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 128), (32, 32))
+KERNEL_HEAD_DIMS = {"hopper": (64, 128), "portable": (64, 128, 256)}
 SHARED_MEMORY_LIMIT = {
     (8, 0): 166912,
     (8, 6): 101376,
@@ -226,8 +297,8 @@ SHARED_MEMORY_LIMIT = {
 
 
 def padded_head_dim(head_dim: int) -> int:
-    """The kernel's head_dim that serves ``head_dim``: 64 or 128, the rest of a row being zeros."""
-    return 64 if head_dim <= 64 else 128
+    """The kernel's head_dim that serves ``head_dim``: 64, 128 or 256, the rest of a row being zeros."""
+    return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
 def hopper_shared_bytes(config: Config, head_dim: int) -> int:
@@ -238,10 +309,10 @@ def hopper_shared_bytes(config: Config, head_dim: int) -> int:
     return kv + q_do + n * m * 2 + ring + 1536
 
 
-def portable_shared_bytes(config: Config, head_dim: int) -> int:
-    """Least shared memory of the portable main kernel: K, V and the stages of Q and dO."""
-    d = _row_length(head_dim)
-    return 2 * config.block_n * d * 2 + 2 * config.num_stages * config.block_m * d * 2
+def portable_shared_bytes(config: Config, head_dim: int, head_dim_v: int = 0) -> int:
+    """Least shared memory of the portable main kernel: K, V and the stages of Q and dO. ``head_dim_v`` 0 is ``head_dim``."""
+    both = _row_length(head_dim) + _row_length(head_dim_v or head_dim)
+    return (config.block_n + config.num_stages * config.block_m) * both * 2
 
 
 def _row_length(head_dim: int) -> int:
@@ -255,45 +326,80 @@ def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9,
     It judges what is written in the three values; whether a kind may wait on later CTAs (min_resident > 1) is a
     permission of the caller and is judged at launch.
     """
-    from dash_kernels.schedules import SCHEDULES
-
-    if config.schedule not in SCHEDULES:
-        return Support(
-            False, f"schedule {config.schedule!r} is not one of {', '.join(sorted(SCHEDULES))}"
-        )
-    if config.group > 1 and config.schedule != "grouped_shift":
-        return Support(False, f"group is for grouped_shift; schedule is {config.schedule}")
-    shared_bytes = hopper_shared_bytes if config.backend == "hopper" else portable_shared_bytes
-    required = shared_bytes(config, problem.head_dim)
+    if config.backend == "hopper":
+        required = hopper_shared_bytes(config, max(problem.head_dim, problem.head_dim_v))
+        not_built = _not_on_hopper
+    else:
+        required = portable_shared_bytes(config, problem.head_dim, problem.head_dim_v)
+        not_built = _not_portable
     limit = SHARED_MEMORY_LIMIT.get(capability, 101376)
-    reason = _not_built(config, problem, capability)
+    reason = (
+        _wrong_schedule(config, problem)
+        or _wrong_head_dim(config, problem)
+        or not_built(config, problem, capability)
+    )
     if not reason and required > limit:
         reason = f"needs {required} bytes of shared memory; the limit is {limit}: fewer stages or a smaller tile"
     return Support(not reason, reason, required, limit)
 
 
-def _not_built(config: Config, problem: Problem, capability: tuple[int, int]) -> str:
-    """Why there is no kernel for this config, empty when there is one."""
-    if problem.head_dim > 128:
-        return f"head_dim {problem.head_dim} is above 128, the largest this release runs"
-    if config.backend == "hopper":
-        dim = padded_head_dim(problem.head_dim)
-        if capability[0] != 9:
-            return f"backend hopper needs compute capability 9.0; this is {capability[0]}.{capability[1]}"
-        if (config.block_m, config.block_n) not in HOPPER_TILES[dim]:
-            tiles = ", ".join(f"{m}x{n}" for m, n in HOPPER_TILES[dim])
+def _wrong_schedule(config: Config, problem: Problem) -> str:
+    """Why this kind of schedule does not fit the problem, empty when it does."""
+    from dash_kernels.schedules import CLOSED_FORMS, SCHEDULES
+
+    kind = SCHEDULES.get(config.schedule)
+    if kind is None:
+        return f"schedule {config.schedule!r} is not one of {', '.join(sorted(SCHEDULES))}"
+    if config.group > 1 and not kind.takes_group:
+        return f"group is for grouped_shift; schedule is {config.schedule}"
+    mask = "window" if problem.windowed else problem.mask
+    if mask not in kind.masks:
+        return kind.refusal(mask)
+    if problem.varlen:
+        if config.schedule not in CLOSED_FORMS:
             return (
-                f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}"
+                f"packed sequences need a kind with a closed form, {' or '.join(CLOSED_FORMS)}; "
+                f"schedule is {config.schedule}"
             )
-        if config.num_warps != 8:
-            return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
-        if config.dq_stages < 2:
+        if config.launch_order != kind.default_launch.order:
             return (
-                "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once"
+                f"packed sequences run {config.schedule} launched {kind.default_launch.order}, so that any number "
+                f"of free SMs will do; launch_order is {config.launch_order}"
             )
         if config.policy == "two_pass":
-            return "two_pass runs on backend portable: the Hopper kernel has no dQ pass"
-        return ""
+            return "packed sequences run policy ordered or unordered; policy is two_pass"
+    return ""
+
+
+def _wrong_head_dim(config: Config, problem: Problem) -> str:
+    widest = KERNEL_HEAD_DIMS[config.backend][-1]
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) > widest:
+            return f"{name} {getattr(problem, name)} is above {widest}, the largest of backend {config.backend}"
+    return ""
+
+
+def _not_on_hopper(config: Config, problem: Problem, capability: tuple[int, int]) -> str:
+    """Why the Hopper kernel does not run this; it runs every mask, head group and option up to head_dim 128."""
+    dim = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
+    if capability[0] != 9:
+        return (
+            f"backend hopper needs compute capability 9.0; this is {capability[0]}.{capability[1]}"
+        )
+    if (config.block_m, config.block_n) not in HOPPER_TILES[dim]:
+        tiles = ", ".join(f"{m}x{n}" for m, n in HOPPER_TILES[dim])
+        return f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}"
+    if config.num_warps != 8:
+        return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
+    if config.dq_stages < 2:
+        return "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once"
+    if config.policy == "two_pass":
+        return "two_pass runs on backend portable: the Hopper kernel has no dQ pass"
+    return ""
+
+
+def _not_portable(config: Config, problem: Problem, capability: tuple[int, int]) -> str:
+    """Why the portable kernel does not run this; it runs every mask, head group and option up to head_dim 256."""
     if capability < (8, 0):
         return f"backend portable needs compute capability 8.0; this is {capability[0]}.{capability[1]}"
     if (config.block_m, config.block_n) not in PORTABLE_TILES:

@@ -31,7 +31,9 @@ KINDS = tuple(SCHEDULES)
 
 sizes = st.integers(1, 48)
 blocks = st.integers(1, 9)
+sides = st.integers(-1, 20)
 grids = st.builds(TileGrid, sizes, sizes, blocks, blocks, st.booleans())
+windowed_grids = st.builds(TileGrid, sizes, sizes, blocks, blocks, st.booleans(), sides, sides)
 launches = st.builds(Launch, st.sampled_from(["ascending", "descending"]), st.integers(1, 4))
 
 
@@ -39,7 +41,8 @@ launches = st.builds(Launch, st.sampled_from(["ascending", "descending"]), st.in
 def schedules(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS) -> Schedule:
     kind = draw(st.sampled_from(kinds))
     group = draw(st.integers(1, 7)) if SCHEDULES[kind].takes_group else 1
-    return build(kind, draw(grids), group)
+    on = windowed_grids if "window" in SCHEDULES[kind].masks and draw(st.booleans()) else grids
+    return build(kind, draw(on), group)
 
 
 def square(n: int, causal: bool) -> TileGrid:
@@ -85,15 +88,22 @@ def rests_with(schedule: Schedule, launch: Launch, heads: int, slots: int) -> bo
 
 
 class TestGrid:
-    @given(grids)
+    @settings(max_examples=200)
+    @given(grids | windowed_grids)
     def test_work_and_masks_are_those_of_the_single_pairs(self, grid: TileGrid) -> None:
         offset = grid.seq_len_kv - grid.seq_len
+        left, right = grid.window_left, 0 if grid.causal else grid.window_right
+
+        def sees(row: int, key: int) -> bool:
+            ahead = key - row - offset
+            return (left < 0 or -ahead <= left) and (right < 0 or ahead <= right)
+
         for n_block in range(grid.num_n):
             for m_block in range(grid.num_m):
                 rows = range(m_block * grid.block_m, (m_block + 1) * grid.block_m)
                 keys = range(n_block * grid.block_n, (n_block + 1) * grid.block_n)
                 allowed = [
-                    key < grid.seq_len_kv and (not grid.causal or key <= row + offset)
+                    key < grid.seq_len_kv and sees(row, key)
                     for row in rows
                     if row < grid.seq_len
                     for key in keys
@@ -107,6 +117,21 @@ class TestGrid:
         assert TileGrid.for_config(problem, Config(block_m=64, block_n=128)) == TileGrid(
             1000, 1500, 64, 128, True
         )
+        problem = Problem("full", 128, 1000, window_left=255, window_right=17)
+        assert TileGrid.for_config(problem, Config(block_m=64, block_n=128)) == TileGrid(
+            1000, 1000, 64, 128, False, 255, 17
+        )
+
+    def test_a_causal_mask_has_its_right_side(self) -> None:
+        assert TileGrid(9, 9, 2, 2, True, 3, 5) == TileGrid(9, 9, 2, 2, True, 3)
+        assert not TileGrid(9, 9, 2, 2, True, -1, 5).windowed
+        assert TileGrid(9, 9, 2, 2, False, -1, 5).windowed
+
+    @pytest.mark.parametrize("field", ["window_left", "window_right"])
+    @pytest.mark.parametrize("value", [-2, 1.5, True])
+    def test_bad_window_is_named(self, field: str, value: object) -> None:
+        with pytest.raises(ValueError, match=f"{field} is {value}; it must be a number of keys"):
+            TileGrid(4, 4, 2, 2, **{field: value})  # type: ignore[arg-type]
 
     @pytest.mark.parametrize("field", range(4))
     @pytest.mark.parametrize("value", [0, -1, 1.5, True])
@@ -335,6 +360,17 @@ class TestCheckCatches:
                 use(parted)
             assert caught.value.tiles == ((1, 3), (1, 5), (1, 4))
 
+    def test_plain_tiles_of_a_window_apart(self) -> None:
+        """KV tile 3 of a window of 16 keys: masked at Q tiles 3 and 7, plain at 4, 5 and 6."""
+        schedule = build("ascending", TileGrid(32, 32, 4, 4, True, 15))
+        assert [m_block for _, m_block in schedule.visit[3]] == [3, 4, 5, 6, 7]
+        rotated = [(3, m_block) for m_block in (5, 6, 7, 3, 4)]
+        with pytest.raises(
+            ScheduleError, match="KV tile 3 visits Q tile 7, which needs a mask"
+        ) as caught:
+            check(edited(schedule, 3, rotated, [schedule.turn[3][0]] * 5))
+        assert caught.value.tiles == ((3, 5), (3, 7), (3, 4))
+
 
 class TestMinResident:
     @settings(max_examples=300)
@@ -421,12 +457,14 @@ class TestPack:
     @given(schedules())
     def test_three_loops_mask_what_needs_it(self, schedule: Schedule) -> None:
         arrays = pack(schedule, Launch())
+        grid = schedule.grid
         for j, n_block in enumerate(arrays.kv_tile):
             begin, end, count = arrays.mask_begin[j], arrays.mask_end[j], arrays.visit_count[j]
             assert 0 <= begin <= end <= count
             for step in range(count):
                 m_block = arrays.visit[arrays.visit_begin[j] + step]
-                assert schedule.grid.needs_mask(n_block, m_block) == (begin <= step < end)
+                inside = begin <= step < end
+                assert grid.needs_mask(n_block, m_block) == (inside != grid.windowed)
 
     @given(schedules())
     def test_contributions(self, schedule: Schedule) -> None:
@@ -438,6 +476,15 @@ class TestPack:
     def test_tail_of_the_keys_masks_the_whole_last_kv_tile(self) -> None:
         arrays = pack(build("descending", TileGrid(8, 7, 2, 4)), Launch())
         assert (arrays.mask_begin, arrays.mask_end) == ((0, 0), (0, 4))
+
+    def test_both_edges_of_a_window_are_masked(self) -> None:
+        grid = TileGrid(32, 32, 4, 4, True, 15)
+        up, down = (pack(build(kind, grid), Launch()) for kind in ("ascending", "descending"))
+        assert (up.mask_begin, up.mask_end) == ((1,) * 8, (4, 4, 4, 4, 4, 3, 2, 1))
+        assert (down.mask_begin, down.mask_end) == (
+            (1, 1, 1, 1, 0, 0, 0, 1),
+            (4, 4, 4, 4, 3, 2, 1, 1),
+        )
 
     def test_walk_against_items(self) -> None:
         schedule = build("symmetric_shift", square(4, False))
@@ -453,7 +500,9 @@ class TestRegistry:
         assert [name for name in KINDS if SCHEDULES[name].takes_group] == ["grouped_shift"]
         for name, kind in SCHEDULES.items():
             assert kind.name == name
-            assert kind.masks == ("full", "causal")
+            assert kind.masks == (
+                ("full", "causal") if "shift" in name else ("full", "causal", "window")
+            )
             assert default_launch(name, 3) == Launch(kind.default_launch.order, 3)
 
     @pytest.mark.parametrize(
@@ -492,6 +541,13 @@ class TestRegistry:
         only = replace(SCHEDULES["shift"], name="only", masks=("full",))
         monkeypatch.setitem(SCHEDULES, "only", only)
         with pytest.raises(
-            ScheduleError, match="schedule only is for mask full; the mask is causal"
+            ScheduleError,
+            match="schedule only is for mask full; the mask is causal: choose ascending, descending, shor",
         ):
             build("only", square(4, True))
+
+    @pytest.mark.parametrize("kind", ["shift", "symmetric_shift", "grouped_shift"])
+    def test_kinds_that_go_round_refuse_windows(self, kind: str) -> None:
+        message = f"schedule {kind} is for mask full, causal; the mask is window: choose ascending, descending"
+        with pytest.raises(ScheduleError, match=message):
+            build(kind, TileGrid(64, 64, 4, 4, True, 16))

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dash_kernels.lookup import FORMAT, LookupTable, digest_of
-from dash_kernels.problem import Problem
+from dash_kernels.problem import SHAPE_FIELDS
 from tuner.results.rows import (
     DERIVED_COLUMNS,
     Release,
@@ -46,7 +46,7 @@ RUN_COLUMNS = (
     "environment",
     "measurement_policy",
 )
-PROBLEM_COLUMNS = tuple(f.name for f in fields(Problem))
+PROBLEM_COLUMNS = SHAPE_FIELDS
 JSON_COLUMNS = ("config", "samples", "telemetry", "environment", "measurement_policy")
 FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from dash_kernels.schedules import monotone, shift, symmetric_shift  # noqa: F401  (they register their kinds)
 from dash_kernels.schedules.check import CheckReport, check
+from dash_kernels.schedules.closed_form import CLOSED_FORMS
 from dash_kernels.schedules.grid import TileGrid
 from dash_kernels.schedules.launch import Launch
 from dash_kernels.schedules.pack import Packed, pack
@@ -21,6 +22,7 @@ from dash_kernels.schedules.registry import SCHEDULES, Kind, build, default_laun
 from dash_kernels.schedules.schedule import Schedule, ScheduleError, from_rules
 
 __all__ = [
+    "CLOSED_FORMS",
     "SCHEDULES",
     "CheckReport",
     "Kind",

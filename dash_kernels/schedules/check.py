@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 
 from dash_kernels.schedules.launch import Launch
-from dash_kernels.schedules.pack import masked_steps
+from dash_kernels.schedules.pack import mask_bounds
 from dash_kernels.schedules.registry import fitting_launch
 from dash_kernels.schedules.schedule import Schedule, ScheduleError, Tile, shortened
 
@@ -46,8 +46,8 @@ def check(
     """Prove a schedule and find ``min_resident`` under ``launch`` (by default the one that fits its kind).
 
     Proven: every KV tile belongs to one item; every (KV, Q) tile with an unmasked pair is visited exactly once and
-    no other is; an item walks its KV tiles one after another, and the tiles of each that need a mask are contiguous;
-    the turns of a Q tile are 0..k-1; program order and turns form no cycle. Raises ScheduleError naming the tiles at
+    no other is; an item walks its KV tiles one after another, and of each the tiles that need a mask (with a window:
+    those that need none) are contiguous; the turns of a Q tile are 0..k-1; program order and turns form no cycle. Raises ScheduleError naming the tiles at
     fault. ``total_heads`` (batch x heads) is needed only where a launch interleaves all heads of a kind that is not
     monotone, because there min_resident grows with them; without it that case raises ValueError.
     """
@@ -94,7 +94,7 @@ def _check_items(schedule: Schedule) -> None:
 
 
 def _check_visits(schedule: Schedule) -> None:
-    """Every tile exactly once, each KV tile in one piece, in the order of ``items``; masked tiles contiguous."""
+    """Every tile exactly once, each KV tile in one piece, in the order of ``items``; three loops suffice for the mask."""
     for item, (kv_tiles, tiles) in enumerate(zip(schedule.items, schedule.visit, strict=True)):
         runs: dict[int, tuple[int, ...]] = {}
         for n_block, run in groupby(tiles, key=lambda tile: tile[0]):
@@ -118,7 +118,7 @@ def _check_visits(schedule: Schedule) -> None:
         for n_block in kv_tiles:
             m_blocks = runs.get(n_block, ())
             _check_q_tiles(schedule, n_block, m_blocks)
-            masked_steps(schedule, n_block, m_blocks)
+            mask_bounds(schedule, n_block, m_blocks)
 
 
 def _check_q_tiles(schedule: Schedule, n_block: int, m_blocks: tuple[int, ...]) -> None:

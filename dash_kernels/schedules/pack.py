@@ -15,8 +15,9 @@ class Packed:
 
     ``item_order[position]`` is an item (I); item ``i`` owns entries ``item_begin[i] : item_begin[i + 1]`` (I + 1) of
     ``kv_tile`` (T). KV tile ``kv_tile[j]`` visits ``visit[b : b + visit_count[j]]`` with ``b = visit_begin[j]``, each
-    an ``m_block`` (V), with its turn in ``turn`` (V). Relative to ``b``, steps ``mask_begin[j] : mask_end[j]`` need a
-    mask and no other does. ``contributions[m_block]`` counts the turns of a Q tile; 0 where its rows see no key.
+    an ``m_block`` (V), with its turn in ``turn`` (V). ``mask_begin[j]`` and ``mask_end[j]`` are the steps, relative to
+    ``b``, at which a kernel goes from one of its three loops to the next (:func:`mask_bounds`).
+    ``contributions[m_block]`` counts the turns of a Q tile; 0 where its rows see no key.
     """
 
     item_order: tuple[int, ...]
@@ -31,22 +32,27 @@ class Packed:
     contributions: tuple[int, ...]
 
 
-def masked_steps(schedule: Schedule, n_block: int, m_blocks: tuple[int, ...]) -> tuple[int, int]:
-    """The steps of a KV tile's visit that need a mask, as [begin, end); (0, 0) for none.
+def mask_bounds(schedule: Schedule, n_block: int, m_blocks: tuple[int, ...]) -> tuple[int, int]:
+    """The steps (b0, b1) that cut a KV tile's visit into three loops.
 
-    Raises ScheduleError naming the tiles if they are not contiguous.
+    Without a window only [b0, b1) is masked, and is (0, 0) where nothing is. With one (``grid.windowed``) only [b0, b1)
+    is not: a visit then begins at one edge of the mask and ends at the other. Where a windowed visit is masked all
+    over, b0 = b1 = the number of tiles at the right edge. Raises ScheduleError naming the tiles if no two steps do.
     """
-    masked = schedule.grid.masked_q_tiles(n_block)
-    steps = [step for step, m_block in enumerate(m_blocks) if m_block in masked]
+    head, tail = schedule.grid.mask_ranges(n_block)
+    masked = [m_block in head or m_block in tail for m_block in m_blocks]
+    windowed = schedule.grid.windowed
+    steps = [step for step, needed in enumerate(masked) if needed != windowed]
     if not steps:
-        return 0, 0
+        return (len(head), len(head)) if windowed else (0, 0)
     begin, end = steps[0], steps[-1] + 1
     if end - begin != len(steps):
-        between = next(m_block for m_block in m_blocks[begin:end] if m_block not in masked)
+        alien = next(step for step in range(begin, end) if masked[step] == windowed)
+        what, others = ("needs a mask", "need none") if windowed else ("needs no mask", "need one")
         raise ScheduleError(
-            f"KV tile {n_block} visits Q tile {between}, which needs no mask, between Q tiles that need one "
+            f"KV tile {n_block} visits Q tile {m_blocks[alien]}, which {what}, between Q tiles that {others} "
             f"({m_blocks[begin]} and {m_blocks[end - 1]}): their visits must be contiguous",
-            [(n_block, m_blocks[begin]), (n_block, between), (n_block, m_blocks[end - 1])],
+            [(n_block, m_blocks[step]) for step in (begin, alien, end - 1)],
         )
     return begin, end
 
@@ -71,7 +77,7 @@ def pack(schedule: Schedule, launch: Launch) -> Packed:
         m_blocks_of = dict(runs)
         for n_block in kv_tiles:
             m_blocks = m_blocks_of.get(n_block, ())
-            begin, end = masked_steps(schedule, n_block, m_blocks)
+            begin, end = mask_bounds(schedule, n_block, m_blocks)
             kv_tile.append(n_block)
             visit_begin.append(len(visit))
             visit_count.append(len(m_blocks))

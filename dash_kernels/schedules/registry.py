@@ -23,8 +23,9 @@ walk their Q tiles upwards and odd ones downwards::
 Import the file in ``dash_kernels/schedules/__init__.py`` (or anywhere before the name is used). Nothing else changes:
 the kernels read the arrays, ``check`` proves them or names the tiles at fault, the model draws them, and the property
 tests and the tuner take every name in ``SCHEDULES``. Keep to three habits: rules look at the grid and the group only
-(equal bits alone and in a batch); the tiles of a KV tile that need a mask stay together in its visit; and if every
-turn waits only for items launched earlier (as here: turn and launch both by ascending KV), the kind is monotone and
+(equal bits alone and in a batch); the tiles of a KV tile that need a mask stay together in its visit (and with a
+sliding window, which has two edges, those that need none: a kind that goes round the row says
+``masks=("full", "causal")``); and if every turn waits only for items launched earlier (as here: turn and launch both by ascending KV), the kind is monotone and
 can be served with any number of free SMs.
 """
 
@@ -43,7 +44,10 @@ Builder = Callable[[TileGrid, int], Schedule]
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """A kind of schedule: ``builder(grid, group)``, the launch that fits it, and for which masks it was made."""
+    """A kind of schedule: ``builder(grid, group)``, the launch that fits it, and for which masks it was made.
+
+    ``masks`` names full, causal and window (any mask with an edge beside the causal diagonal).
+    """
 
     name: str
     builder: Builder
@@ -51,6 +55,14 @@ class Kind:
     takes_group: bool
     masks: tuple[str, ...]
     summary: str
+
+    def refusal(self, mask: str) -> str:
+        """What to say where this kind is asked for a mask that is not among ``masks``."""
+        others = [name for name, kind in SCHEDULES.items() if mask in kind.masks]
+        return (
+            f"schedule {self.name} is for mask {', '.join(self.masks)}; the mask is {mask}: "
+            f"choose {', '.join(others)}"
+        )
 
 
 SCHEDULES: dict[str, Kind] = {}
@@ -63,7 +75,7 @@ def register(
     launch: str,
     summary: str,
     takes_group: bool = False,
-    masks: tuple[str, ...] = ("full", "causal"),
+    masks: tuple[str, ...] = ("full", "causal", "window"),
 ) -> Callable[[Builder], Builder]:
     """Decorator that adds a builder to ``SCHEDULES``; raises ScheduleError for a name that is taken."""
 
@@ -93,11 +105,9 @@ def build(kind: str, grid: TileGrid, group: int = 1) -> Schedule:
         raise ScheduleError(
             f"group is {group}, but schedule {kind} takes none; kinds with a group: {takers}"
         )
-    mask = "causal" if grid.causal else "full"
+    mask = "window" if grid.windowed else "causal" if grid.causal else "full"
     if mask not in entry.masks:
-        raise ScheduleError(
-            f"schedule {kind} is for mask {', '.join(entry.masks)}; the mask is {mask}"
-        )
+        raise ScheduleError(entry.refusal(mask))
     return entry.builder(grid, group)
 
 

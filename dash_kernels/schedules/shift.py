@@ -10,6 +10,7 @@ from dash_kernels.schedules.schedule import Schedule, from_rules, rotated
 @register(
     "shift",
     launch="ascending",
+    masks=("full", "causal"),
     summary="all KV tiles of a head at once, spread over the row (DASH)",
 )
 def shift(grid: TileGrid, group: int) -> Schedule:
@@ -33,6 +34,7 @@ def shift(grid: TileGrid, group: int) -> Schedule:
 @register(
     "grouped_shift",
     launch="descending",
+    masks=("full", "causal"),
     takes_group=True,
     summary="shift among `group` neighbouring KV tiles; meant for slots // group interleaved heads",
 )
@@ -53,7 +55,7 @@ def grouped_shift(grid: TileGrid, group: int) -> Schedule:
         tiles = grid.q_tiles(n_block)
         _, member, members = place(n_block)
         start = member * len(tiles) // members
-        masked = len(grid.masked_q_tiles(n_block))
+        masked = len(grid.mask_ranges(n_block)[0])
         if start < masked < len(tiles):
             start = 0 if 2 * start < masked else masked
         return rotated(tiles, start)

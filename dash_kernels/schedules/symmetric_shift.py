@@ -16,6 +16,7 @@ def pairs(num_n: int) -> tuple[tuple[int, ...], ...]:
 @register(
     "symmetric_shift",
     launch="ascending",
+    masks=("full", "causal"),
     summary="pairs of a long and a short KV tile, in step (DASH)",
 )
 def symmetric_shift(grid: TileGrid, group: int) -> Schedule:
@@ -33,7 +34,7 @@ def symmetric_shift(grid: TileGrid, group: int) -> Schedule:
         if grid.causal and n_block > partner:
             return list(reversed(tiles))
         first = grid.q_tiles((grid.num_n + 1) // 2).start if grid.causal and grid.num_n > 1 else 0
-        masked = grid.masked_q_tiles(n_block)
+        masked, _ = grid.mask_ranges(n_block)
         first = max(first, tiles.start, masked.stop if len(masked) < len(tiles) else 0)
         rectangle = range(first, tiles.stop)
         start = min(n_block, partner) * len(rectangle) // len(items)

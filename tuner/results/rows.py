@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 from dash_kernels.device import GPUS
-from dash_kernels.problem import Config, Problem
+from dash_kernels.problem import SHAPE_FIELDS, Config, Problem
 from tuner.failures import CLASSES
 
 STATUSES = ("ok", *CLASSES)
@@ -204,7 +204,7 @@ class ResultRow:
         return row
 
     def to_problem(self) -> Problem:
-        return Problem(**{f.name: getattr(self, f.name) for f in fields(Problem)})
+        return Problem(**{name: getattr(self, name) for name in SHAPE_FIELDS})
 
     def to_config(self) -> Config:
         return Config.from_dict(self.config)

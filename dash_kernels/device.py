@@ -6,8 +6,11 @@ imported or initialised until a function that needs the driver is called.
 
 from __future__ import annotations
 
+import ast
 import functools
+import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -276,30 +279,53 @@ def environment(index: int | None = None) -> dict[str, Any]:
 
     Values are strings or ints; None where there is no such thing here (no GPU, no triton).
     """
-    from dash_kernels import __version__
-
     gpu = None if no_gpu_reason() else current_gpu(index)
     return {
         "gpu": gpu.name if gpu else None,
         "gpu_name": gpu.driver_name if gpu else None,
         "sms": gpu.sms if gpu else None,
         "capability": "{}.{}".format(*gpu.capability) if gpu else None,
+        **software(),
+    }
+
+
+def software() -> dict[str, Any]:
+    """The part of :func:`environment` that no GPU is asked for; PyTorch is not imported for it."""
+    from dash_kernels import __version__
+
+    return {
         "driver": driver_version(),
-        "cuda": _torch_cuda(),
+        "cuda": torch_cuda(),
         "ptxas": ptxas_version(),
-        "triton": _version_of("triton"),
-        "torch": _version_of("torch"),
+        "triton": version_of("triton"),
+        "torch": version_of("torch"),
         "kernel_hash": kernel_hash(),
         "dash_kernels": __version__,
         "python": platform.python_version(),
     }
 
 
+def environment_key(environment: dict[str, Any]) -> str:
+    """Sixteen hex digits that name an environment: rows and tables with equal keys were made alike."""
+    text = json.dumps(environment, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def environment_difference(
+    here: dict[str, Any], there: dict[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """The fields in which two environments differ, as (here, there), in the order of :func:`environment`."""
+    names = dict.fromkeys((*here, *there))
+    return {
+        name: (here.get(name), there.get(name))
+        for name in names
+        if here.get(name) != there.get(name)
+    }
+
+
 @functools.cache
 def kernel_hash() -> str:
     """SHA-256 over the kernels and their launches, in name order: changes whenever what runs on a GPU could."""
-    import hashlib
-
     digest = hashlib.sha256()
     for path in sorted((Path(__file__).parent / "kernels").glob("*.py")):
         if path.name == "compile.py":  # reads what was built; builds nothing that runs
@@ -381,17 +407,36 @@ def bundled_ptxas() -> str | None:
     return str(path) if path.is_file() else None
 
 
-def _version_of(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Version of an installed distribution, or None."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _torch_cuda() -> str | None:
+@functools.cache
+def torch_cuda() -> str | None:
+    """The CUDA that the installed PyTorch was built for, None for a CPU build; read from its version file."""
+    return torch_version_file().get("cuda")
+
+
+@functools.cache
+def torch_version_file() -> dict[str, Any]:
+    """The constants of PyTorch's own version file (``__version__``, ``cuda``), read without importing it."""
+    import importlib.util
+
+    found = importlib.util.find_spec("torch")
+    if found is None or found.origin is None:
+        return {}
     try:
-        import torch
-    except ImportError:
-        return None
-    cuda: str | None = torch.version.cuda
-    return cuda
+        text = (Path(found.origin).parent / "version.py").read_text()
+    except OSError:
+        return {}
+    values: dict[str, Any] = {}
+    for node in ast.parse(text).body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        value = getattr(node, "value", None)
+        if isinstance(value, ast.Constant):
+            values |= {target.id: value.value for target in targets if isinstance(target, ast.Name)}
+    return values

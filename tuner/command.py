@@ -9,21 +9,23 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dash_kernels.device import GpuSpec, environment, gpu_name, resolve_gpu, slug
+from dash_kernels.device import GpuSpec, gpu_name, resolve_gpu, slug, software
 from tuner import doctor
 from tuner.engines.local import Pool, compile_pool, gpu_pool
 from tuner.nvml import VisibleGpu, visible_gpus
-from tuner.plan import Summary, SweepSettings
+from tuner.plan import Item, Summary, SweepSettings
 from tuner.policy import MeasurementPolicy
 from tuner.report import duration, failure_line, make_reporter
 from tuner.results import Store
+from tuner.resume import nothing_to_do, remembered_environment
 from tuner.space import Candidate, SpaceFilter, space, validate
-from tuner.sweep import Sweep
+from tuner.sweep import Sweep, items_of
 from tuner.worker import WorkerStartError
 
 MEASURER = "tuner.measure:Measurer"
@@ -186,6 +188,13 @@ def _sweep(
     request: SweepRequest, target: Target, candidates: Sequence[Candidate], store: Store
 ) -> Summary:
     reporter = make_reporter(request.as_json)
+    settings = _settings(request, target)
+    items = items_of(candidates, settings.source)
+    nothing = _nothing_to_do(target, settings, items, store)
+    if nothing is not None:
+        reporter.begin(0, nothing.resumed, request.budget_s)
+        reporter.close()
+        return nothing
     compilers: Pool | None = None
     gpus: Pool | None = None
     try:
@@ -198,8 +207,7 @@ def _sweep(
         }
         compilers = compile_pool(request.compiler, jobs, options)
         about = None if gpus else _environment(target)
-        settings = _settings(request, target)
-        sweep = Sweep(store, settings, candidates, compilers, gpus, about, reporter)
+        sweep = Sweep(store, settings, items, compilers, gpus, about, reporter)
         with _interrupts(sweep):
             return sweep.run()
     except WorkerStartError as error:
@@ -211,6 +219,23 @@ def _sweep(
         reporter.close()
 
 
+def _nothing_to_do(
+    target: Target, settings: SweepSettings, items: Sequence[Item], store: Store
+) -> Summary | None:
+    """The end of a sweep that has all its rows already, found without starting a process; None where work is left."""
+    if target.gpus:
+        about = remembered_environment(store, settings, target.gpus[0].driver_name)
+    else:
+        about = _environment(target)
+    started = time.monotonic()
+    if about is None or settings.fresh or settings.simulate:
+        return None
+    summary = nothing_to_do(store, settings, items, about)
+    if summary is not None:
+        summary.seconds = time.monotonic() - started
+    return summary
+
+
 def _environment(target: Target) -> dict[str, Any]:
     """This machine's software and the identity of a chip that is not here."""
     chip = {
@@ -220,7 +245,7 @@ def _environment(target: Target) -> dict[str, Any]:
         "capability": "{}.{}".format(*target.capability),
         "driver": None,
     }
-    return {**environment(), **chip}
+    return {**software(), **chip}
 
 
 def _settings(request: SweepRequest, target: Target) -> SweepSettings:
@@ -228,7 +253,7 @@ def _settings(request: SweepRequest, target: Target) -> SweepSettings:
     return SweepSettings(
         gpu=target.name,
         capability=target.capability,
-        sms=target.spec.sms if target.spec else 1,
+        sms=target.spec.sms if target.spec else 0,
         source="compiled" if request.compile_only else "measured",
         command=request.command,
         timeout_s=request.timeout_s,
@@ -237,6 +262,7 @@ def _settings(request: SweepRequest, target: Target) -> SweepSettings:
         fresh=request.fresh,
         retry=request.retry,
         simulate=request.simulate,
+        model=request.simulate or (target.spec is not None and not request.compile_only),
         asked=bool(filters.schedules or filters.tiles or filters.stages),
         backend=filters.backends[0] if filters.backends else "",
         policy=request.policy,

@@ -49,6 +49,17 @@ def schedule_identity(problem: Problem, config: Config) -> str:
     )
 
 
+def prediction_identity(problem: Problem, config: Config) -> str:
+    """Names what the model tells apart: equal for candidates whose predicted times are equal."""
+    return json.dumps(
+        [
+            schedule_identity(problem, config),
+            [config.backend, config.policy],
+            [problem.head_dim, problem.batch * problem.heads],
+        ]
+    )
+
+
 def prove(problem: Problem, config: Config) -> int:
     """min_resident of a candidate's schedule. Raises CandidateError (constraints) when the proof fails."""
     from dash_kernels.schedules import Launch, ScheduleError, TileGrid, build, check

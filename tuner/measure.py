@@ -124,16 +124,13 @@ class Measurer:
 
         samples = timing.samples[place]
         middle, low, high = median_interval(samples)
-        tflops = problem.tflops(middle)
-        peak = self.gpu.spec.peak_tflops if self.gpu.spec else None
         return {
             **gates,
             "ms": middle,
             "ms_low": low,
             "ms_high": high,
             "samples": [round(sample, 6) for sample in samples],
-            "tflops": tflops,
-            "above_peak": bool(peak and tflops > peak),
+            "tflops": problem.tflops(middle),
             "numerics_key": config_key(
                 entry.config,
                 dtype=problem.dtype,

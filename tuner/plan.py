@@ -16,6 +16,7 @@ from tuner.space import Candidate
 class SweepSettings:
     """``timeout_s`` bounds one candidate on the GPU, ``compile_timeout_s`` one compile; 0 budget is no limit.
 
+    ``sms`` is 0 where only the GPU itself can tell. ``model``: predict times, to try first what promises most.
     ``asked``: the user named what to try, so a candidate that cannot run gets a row instead of being left out.
     """
 
@@ -30,6 +31,7 @@ class SweepSettings:
     fresh: bool = False
     retry: bool = False
     simulate: bool = False
+    model: bool = False
     asked: bool = False
     backend: str = ""
     policy: MeasurementPolicy = field(default_factory=MeasurementPolicy)
@@ -51,7 +53,9 @@ class Reporter(Protocol):
 class Summary:
     """What a sweep did. ``resumed`` candidates had rows before (``failed_before`` of them failures).
 
-    ``left`` are those it did not come to, ``pruned`` those that cannot run on this chip and were not asked for.
+    ``left`` are those it did not come to, ``pruned`` those that cannot run on this chip and were not asked for,
+    ``unsettled`` those whose median is known less exactly than the policy asks. ``gpu_busy`` is the share of the GPUs'
+    time, from the first candidate on, that went into checking and timing.
     """
 
     counts: Counter[str] = field(default_factory=Counter)
@@ -61,8 +65,10 @@ class Summary:
     usable: int = 0
     pruned: int = 0
     left: int = 0
+    unsettled: int = 0
     stopped: str = ""
     seconds: float = 0.0
+    gpu_busy: float | None = None
 
     @property
     def exit_code(self) -> int:
@@ -84,6 +90,7 @@ class Item:
     candidate: Candidate
     hash: str
     prove_key: str
+    predict_key: str
     kernel_key: str = ""
     state: str = "waiting"  # waiting, running, done
 

@@ -32,7 +32,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dash_kernels.kernels import runtime
+from dash_kernels.kernels import runtime, sequences
 
 UNORDERED, ORDERED, NO_DQ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Words of the workspace before the semaphores: ticket, abort flag, late tile, its turn, what it saw, then room.
@@ -40,6 +40,7 @@ HEADER_WORDS = tl.constexpr(32)
 # SECTIONS has a bit each for loops over plain, masked and plain steps (1, 2, 4); this value masks all steps in one.
 ALL_MASKED = tl.constexpr(runtime.ALL_MASKED)
 LOG2E = tl.constexpr(1.4426950408889634)
+Q_TILE_WORDS = tl.constexpr(sequences.Q_TILE_WORDS)
 
 WAIT_FOR_TURN = tl.constexpr("""{
     .reg .pred p; .reg .b32 tid, seen, flag; .reg .b64 start, now;
@@ -192,40 +193,56 @@ def first_rows(col, row, seq_len, seq_len_kv, CAUSAL: tl.constexpr, BLOCK_N: tl.
 def prepare_tiles(
     out, dout, lse, lse2, delta, dq, workspace, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     heads, num_m, seq_len,
-    ZERO_DQ: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    ZERO_DQ: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr = None,
+    dlse=None, tiles=None, counts=None,
 ):  # fmt: skip
-    """Row sums of out * dout, LSE in base 2 (+inf past the end, so that P is 0 there), and a cleared workspace."""
+    """Row sums of out * dout less dlse, LSE in base 2, and a cleared workspace: one Q tile of one head a program.
+
+    ``lse`` and ``dlse`` are (batch, heads, seq_len), contiguous. ``lse2`` and ``delta`` have BLOCK_M rows a tile, tile
+    ``head * num_m + m_block``; LSE is +inf for rows past the end, so that P is 0 there. HEAD_DIM is that of ``dq``,
+    HEAD_DIM_V that of ``out`` and ``dout`` (None: the same). Packed sequences: ``tiles`` and ``counts`` of a
+    SequencePlan, ``num_m`` its max_q_tiles, ``seq_len`` the rows of all of them, batch 1.
+    """
     program = tl.program_id(0)
     head = program // num_m
     m_block = program % num_m
+    # Predicated: a branch here keeps the compiler from issuing all the loads below at once.
+    tl.store(workspace + tl.arange(0, HEADER_WORDS), 0, mask=program == 0)
+    first = 0
+    length = seq_len
+    if tiles is not None:
+        if m_block >= tl.load(counts + 1):
+            return
+        tile = tiles + m_block.to(tl.int64) * Q_TILE_WORDS
+        first = tl.load(tile)
+        length = tl.load(tile + 1)
+        m_block = tl.load(tile + 2)
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
     row = m_block * BLOCK_M
     rows = tl.arange(0, BLOCK_M)
-    o = load_tile(
-        out + b * stride_ob + h * stride_oh, stride_os, row, seq_len, True, BLOCK_M, HEAD_DIM
-    )
-    g = load_tile(
-        dout + b * stride_gb + h * stride_gh, stride_gs, row, seq_len, True, BLOCK_M, HEAD_DIM
-    )
-    row_lse = tl.load(
-        lse + head.to(tl.int64) * seq_len + row + rows,
-        mask=row + rows < seq_len,
-        other=float("inf"),
-    )
+    out += b * stride_ob + h * stride_oh
+    dout += b * stride_gb + h * stride_gh
+    if tiles is not None:
+        out += first.to(tl.int64) * stride_os
+        dout += first.to(tl.int64) * stride_gs
+    VALUE_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM_V is None else HEAD_DIM_V
+    o = load_tile(out, stride_os, row, length, True, BLOCK_M, VALUE_DIM)
+    g = load_tile(dout, stride_gs, row, length, True, BLOCK_M, VALUE_DIM)
+    inside = row + rows < length
+    at = head.to(tl.int64) * seq_len + first + row + rows
+    row_lse = tl.load(lse + at, mask=inside, other=float("inf"))
     sees_keys = tl.abs(row_lse) < float("inf")
     padded = program.to(tl.int64) * BLOCK_M
     tl.store(lse2 + padded + rows, tl.where(sees_keys, row_lse * LOG2E, float("inf")))
-    tl.store(
-        delta + padded + rows,
-        tl.where(sees_keys, tl.sum(o.to(tl.float32) * g.to(tl.float32), 1), 0.0),
-    )
+    row_delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
+    if dlse is not None:
+        row_delta -= tl.load(dlse + at, mask=inside, other=0.0)
+    tl.store(delta + padded + rows, tl.where(sees_keys, row_delta, 0.0))
     if ZERO_DQ:
         zeros = tl.zeros((BLOCK_M * HEAD_DIM,), tl.float32)
         tl.store(dq + padded * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM), zeros)
     tl.store(workspace + HEADER_WORDS + program, 0)
-    if program == 0:
-        tl.store(workspace + tl.arange(0, HEADER_WORDS), 0)
 
 
 @triton.jit

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from postgres_server import PostgresServer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -46,3 +51,25 @@ def triton_pythons() -> list[Path]:
     if not named:
         pytest.skip("DASH_TRITON_ENVS names no environment; `make test` creates them")
     return [Path(path) for path in named.split(os.pathsep)]
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A PostgreSQL server for the whole session; tests that need one skip where none can be had."""
+    from postgres_server import NoPostgres, PostgresServer
+
+    try:
+        server = PostgresServer()
+    except NoPostgres as reason:
+        pytest.skip(f"no PostgreSQL: {reason}")
+    yield server
+    server.stop()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A fresh database of each kind."""
+    if request.param == "sqlite":
+        return str(tmp_path / "results.db")
+    server: PostgresServer = request.getfixturevalue("postgres")
+    return server.database()

@@ -19,7 +19,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from postgres_server import NOBODY, NoPostgres, PostgresServer
+from postgres_server import NOBODY, PostgresServer
 from sqlalchemy import make_url, text
 
 from dash_kernels.problem import Config, Problem
@@ -44,24 +44,6 @@ RUN = RunInfo("h200", {"gpu": "h200", "driver": "580"}, {"zeroing": True}, "dash
 
 def row(number: int = 0, **values: object) -> ResultRow:
     return ResultRow.of(replace(PROBLEM, batch=number + 1), Config(), gpu="h200", **values)
-
-
-@pytest.fixture(scope="session")
-def postgres() -> Iterator[PostgresServer]:
-    try:
-        server = PostgresServer()
-    except NoPostgres as reason:
-        pytest.skip(f"no PostgreSQL: {reason}")
-    yield server
-    server.stop()
-
-
-@pytest.fixture(params=["sqlite", "postgresql"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    if request.param == "sqlite":
-        return str(tmp_path / "results.db")
-    server: PostgresServer = request.getfixturevalue("postgres")
-    return server.database()
 
 
 @pytest.fixture
@@ -380,7 +362,9 @@ def test_an_older_sqlite_is_migrated_after_a_backup_and_then_refused_by_the_old_
     backup = tmp_path / f"old.db.schema-{HEAD}.bak"
     assert str(backup) in caplog.text
     with closing(sqlite3.connect(backup)) as connection:
-        assert connection.execute("SELECT version_num FROM dash_schema_version").fetchone() == (HEAD,)
+        assert connection.execute("SELECT version_num FROM dash_schema_version").fetchone() == (
+            HEAD,
+        )
         assert connection.execute("SELECT count(*) FROM dash_results").fetchone() == (1,)
     patch.undo()
     for read_only in (False, True):

@@ -15,6 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from tuner.results import database, migrate
+from tuner.results.claims import Claim, settle
 from tuner.results.models import ReleaseTable, Result, Run
 from tuner.results.rows import (
     Release,
@@ -97,48 +98,63 @@ class Store:
         with self._write() as connection:
             connection.execute(update(Run).where(Run.id == run_id).values(finished=utc_now()))
 
-    def add(self, run_id: int, row: ResultRow) -> int:
-        """Append one row and answer its id. A config that has a row in this run keeps it: the first one stays."""
-        return self.add_many(run_id, [row])[0]
+    def add(self, run_id: int, row: ResultRow, claim: Claim | None = None) -> int:
+        """Append one row and answer its id. A config that has a row in this run keeps it: the first one stays.
 
-    def add_many(self, run_id: int, rows: Sequence[ResultRow]) -> list[int]:
-        """Append rows in one transaction; ids as :meth:`add` answers them."""
+        With ``claim``, the row is stored and the claim finished together, or neither: raises ClaimLost where another
+        process has taken the config since.
+        """
+        return self.add_many(run_id, [row], claim)[0]
+
+    def add_many(
+        self,
+        run_id: int,
+        rows: Sequence[ResultRow],
+        claim: Claim | None = None,
+        also: Sequence[tuple[int, ResultRow]] = (),
+    ) -> list[int]:
+        """Append rows in one transaction, with those of other runs in ``also``; ids of ``rows`` as :meth:`add` answers."""
+        with self._write() as connection:
+            if claim is not None:
+                settle(connection, claim)
+            for other, row in also:
+                self._append(connection, other, [row])
+            return self._append(connection, run_id, rows)
+
+    def _append(self, connection: Connection, run_id: int, rows: Sequence[ResultRow]) -> list[int]:
         now = utc_now()
         values = [
             {name: getattr(row, name) for name in ROW_FIELDS if name != "id"}
             | {"run_id": run_id, "created_at": row.created_at or now}
             for row in rows
         ]
-        with self._write() as connection:
-            gpu = connection.scalar(select(Run.gpu).where(Run.id == run_id))
-            if gpu is None:
-                raise StoreError(f"database {self.where} has no run {run_id}; start one first")
-            other = next((row.gpu for row in rows if row.gpu != gpu), None)
-            if other is not None:
-                raise StoreError(
-                    f"run {run_id} is of {gpu}; a row of {other} belongs to a run of its own"
-                )
-            if values:
-                insert_ = sqlite.insert if self.url.drivername == "sqlite" else postgresql.insert
-                once = insert_(Result).on_conflict_do_nothing(
-                    index_elements=["run_id", "config_hash"]
-                )
-                connection.execute(once, values)
-            ids: dict[str, int] = {}
-            for start in range(0, len(rows), IDS_A_QUERY):
-                hashes = [row.config_hash for row in rows[start : start + IDS_A_QUERY]]
-                found = select(Result.config_hash, Result.id).where(
-                    Result.run_id == run_id, Result.config_hash.in_(hashes)
-                )
-                ids |= {row.config_hash: row.id for row in connection.execute(found)}
-            return [ids[row.config_hash] for row in rows]
+        gpu = connection.scalar(select(Run.gpu).where(Run.id == run_id))
+        if gpu is None:
+            raise StoreError(f"database {self.where} has no run {run_id}; start one first")
+        other = next((row.gpu for row in rows if row.gpu != gpu), None)
+        if other is not None:
+            raise StoreError(
+                f"run {run_id} is of {gpu}; a row of {other} belongs to a run of its own"
+            )
+        if values:
+            insert_ = sqlite.insert if self.is_sqlite else postgresql.insert
+            once = insert_(Result).on_conflict_do_nothing(index_elements=["run_id", "config_hash"])
+            connection.execute(once, values)
+        ids: dict[str, int] = {}
+        for start in range(0, len(rows), IDS_A_QUERY):
+            hashes = [row.config_hash for row in rows[start : start + IDS_A_QUERY]]
+            found = select(Result.config_hash, Result.id).where(
+                Result.run_id == run_id, Result.config_hash.in_(hashes)
+            )
+            ids |= {row.config_hash: row.id for row in connection.execute(found)}
+        return [ids[row.config_hash] for row in rows]
 
     def runs(self, gpu: str | None = None) -> list[RunInfo]:
         """Runs in the order of their ids."""
         query = select(*(getattr(Run, name) for name in RUN_FIELDS)).order_by(Run.id)
         if gpu is not None:
             query = query.where(Run.gpu == gpu)
-        with self._read() as connection:
+        with self.reading() as connection:
             return [RunInfo(**row._mapping) for row in connection.execute(query)]
 
     def done_hashes(
@@ -163,7 +179,7 @@ class Store:
             query = query.where(Run.policy_key == policy_key)
         if retry:
             query = query.where(Result.status.not_in(tuple(retry)))
-        with self._read() as connection:
+        with self.reading() as connection:
             return set(connection.scalars(query))
 
     def results(
@@ -173,11 +189,11 @@ class Store:
         query = _matching(_rows(), filters).where(Result.id > after_id).order_by(Result.id)
         if limit is not None:
             query = query.limit(limit)
-        with self._read() as connection:
+        with self.reading() as connection:
             return [ResultRow.stored(dict(row._mapping)) for row in connection.execute(query)]
 
     def hashes_of_run(self, run_id: int) -> set[str]:
-        with self._read() as connection:
+        with self.reading() as connection:
             return set(
                 connection.scalars(select(Result.config_hash).where(Result.run_id == run_id))
             )
@@ -185,11 +201,11 @@ class Store:
     def rows_by_run(self) -> dict[str, int]:
         """Number of rows by the run's uuid, for runs that have any."""
         query = select(Run.uuid, func.count(Result.id)).join(Result).group_by(Run.uuid)
-        with self._read() as connection:
+        with self.reading() as connection:
             return {uuid: int(rows) for uuid, rows in connection.execute(query)}
 
     def count(self, filters: ResultFilter = ANY) -> int:
-        with self._read() as connection:
+        with self.reading() as connection:
             return int(connection.scalar(_matching(select(func.count(Result.id)), filters)) or 0)
 
     # -- winners ----------------------------------------------------------------------------------------------------
@@ -240,7 +256,7 @@ class Store:
         query = query.where(Result.status.in_(("ok", *FAILED_CHECKS)))
         if until_id is not None:
             query = query.where(Result.id <= until_id)
-        with self._read() as connection:
+        with self.reading() as connection:
             query = query.order_by(Result.created_at, Result.id)
             found = [dict(row._mapping) for row in connection.execute(query)]
         return [
@@ -249,7 +265,7 @@ class Store:
 
     def last_result_id(self) -> int:
         """The newest row's id, 0 when there is none. Rows are never changed, so it names the database's state."""
-        with self._read() as connection:
+        with self.reading() as connection:
             return int(connection.scalar(select(func.max(Result.id))) or 0)
 
     def state(self) -> tuple[int, int]:
@@ -257,13 +273,13 @@ class Store:
         row, release = (
             select(func.max(table.id)).scalar_subquery() for table in (Result, ReleaseTable)
         )
-        with self._read() as connection:
+        with self.reading() as connection:
             found = connection.execute(select(row, release)).one()
         return int(found[0] or 0), int(found[1] or 0)
 
     def gpus(self) -> list[str]:
         """GPUs that have rows."""
-        with self._read() as connection:
+        with self.reading() as connection:
             has_rows = select(Result.id).where(Result.run_id == Run.id).exists()
             return list(
                 connection.scalars(select(Run.gpu).where(has_rows).distinct().order_by(Run.gpu))
@@ -293,7 +309,7 @@ class Store:
         query = query.order_by(*NEWEST_RELEASE)
         if gpu is not None:
             query = query.where(ReleaseTable.gpu == gpu)
-        with self._read() as connection:
+        with self.reading() as connection:
             return [Release(**row._mapping) for row in connection.execute(query)]
 
     def get_release(self, number: int | None = None, gpu: str | None = None) -> Release | None:
@@ -303,7 +319,7 @@ class Store:
             query = query.where(ReleaseTable.id == number)
         if gpu is not None:
             query = query.where(ReleaseTable.gpu == gpu)
-        with self._read() as connection:
+        with self.reading() as connection:
             row = connection.execute(query.order_by(*NEWEST_RELEASE).limit(1)).first()
         return None if row is None else Release(**row._mapping)
 
@@ -319,26 +335,36 @@ class Store:
         return load_shipped(self)
 
     def schema_version(self) -> str:
-        with self._read() as connection:
+        with self.reading() as connection:
             return str(migrate.current_version(connection))
 
     def ping(self) -> None:
         """Raises StoreUnavailable when the database does not answer."""
-        with self._read() as connection:
+        with self.reading() as connection:
             connection.execute(text("SELECT 1"))
 
+    @property
+    def is_sqlite(self) -> bool:
+        return bool(self.url.drivername == "sqlite")
+
     @contextmanager
-    def _read(self) -> Iterator[Connection]:
+    def reading(self) -> Iterator[Connection]:
         with database.errors(self.url), self._engine.connect() as connection:
+            yield connection
+
+    @contextmanager
+    def transaction(self) -> Iterator[Connection]:
+        """One short transaction that writes, but no rows."""
+        if self.read_only:
+            raise StoreError(f"database {self.where} was opened for reading only")
+        with database.errors(self.url), self._writer.begin() as connection:
             yield connection
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
         """One writer at a time, so that rows become visible in the order of their ids: pages and answers rely on it."""
-        if self.read_only:
-            raise StoreError(f"database {self.where} was opened for reading only")
-        with database.errors(self.url), self._writer.begin() as connection:
-            if self.url.drivername != "sqlite":  # which has one writer at a time anyway
+        with self.transaction() as connection:
+            if not self.is_sqlite:  # which has one writer at a time anyway
                 connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('dash_write'))"))
             yield connection
 

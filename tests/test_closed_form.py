@@ -50,11 +50,14 @@ def test_closed_forms_are_the_arrays(
         assert last + 1 - first == arrays.contributions[m_block]
 
 
-def test_integers_stay_in_32_bits() -> None:
-    """The longest sums: an unlimited window beside the longest sequences that int32 cu_seqlens hold with padding."""
-    longest = (1 << 31) - 1 - UNLIMITED - 4096
+def test_unlimited_sees_all_of_the_longest_sequences_in_32_bits() -> None:
+    longest = UNLIMITED
     of = lengths_of(longest, longest, 128, 128, False, (-1, -1))
-    last = -(-longest // 128) - 1
-    assert visit_of(last, of).m_first == 0
-    assert (last + 1) * 128 + of.left < 1 << 31
-    assert contributors(last, of) == (0, last)
+    last = longest // 128 - 1
+    assert (visit_of(0, of).m_first, visit_of(last, of).m_first) == (0, 0)
+    assert visit_of(0, of).count == visit_of(last, of).count == last + 1
+    assert contributors(0, of) == contributors(last, of) == (0, last)
+    ahead_of_all_keys = lengths_of(longest, 1, 128, 128, False, (-1, -1))
+    offset = ahead_of_all_keys.seq_len_kv - ahead_of_all_keys.seq_len
+    assert longest - 1 + ahead_of_all_keys.left - offset < 1 << 31
+    assert visit_of(0, ahead_of_all_keys).count == last + 1

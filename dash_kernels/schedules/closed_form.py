@@ -12,7 +12,7 @@ CLOSED_FORMS = ("ascending", "shortest_first")
 """The kinds that have one: both walk ``m_first .. m_first + count - 1`` upwards."""
 
 UNLIMITED = 1 << 29
-"""A side of a window that sees every key; sums of it and three lengths fit in 32 bits."""
+"""A side of a window that sees every key of sequences up to this long; its sum with two such lengths fits in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,49 +7,58 @@ step of training measures anything or calls a server.
 
 from __future__ import annotations
 
-import functools
-import hashlib
 import logging
 import os
-import tempfile
+import sys
 import threading
-import urllib.error
-import urllib.parse
-import urllib.request
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
+from dash_kernels.default_rule import DEFAULT_RULE, default_config
 from dash_kernels.device import GPUS, Gpu, GpuSpec, NoGpuError, current_gpu, resolve_gpu
-from dash_kernels.lookup import TABLES, LookupTable, TableError, shipped_gpus
-from dash_kernels.problem import Config, Problem, padded_head_dim, supports
+from dash_kernels.fetch import cached_tables, fetch_table, is_url
+from dash_kernels.lookup import (
+    TABLES,
+    Cell,
+    Difference,
+    LookupTable,
+    Rung,
+    TableError,
+    TableMissing,
+    shipped_gpus,
+)
+from dash_kernels.problem import Config, Problem, supports
 
 logger = logging.getLogger("dash_kernels")
 
 DEFAULT_GPU = "h200"  # answers choose() on a machine that has no GPU
-DEFAULT_RULE = "default-1"  # name of default_config(); a change of the rule is a new name, and a new numerics key
-FETCH_SECONDS = 30
-MAX_TABLE_BYTES = 64 << 20
+REMEMBERED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The resolved answer. ``matched`` is "exact", "nearest", "family" or "default"; ``release`` names the table."""
+    """The resolved answer. ``matched`` is "exact", "nearest", "family" or "default"; ``release`` names the table.
+
+    ``ladder`` has every rung from the top to the one that answered, each with why it did or did not, field by field.
+    """
 
     config: Config
     matched: str
     release: str
     numerics_key: str
     reason: str
+    ladder: tuple[Rung, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """The lookup table in force for one GPU: ``table`` is None when only the default rule answers."""
+    """The lookup table in force for one GPU: ``table`` is None when only the default rule answers, and ``why`` says so."""
 
     table: LookupTable | None
     family: bool = False
     why: str = ""
+    differs: tuple[Difference, ...] = ()
 
     @property
     def release(self) -> str:
@@ -62,37 +71,52 @@ class Source:
 
 @dataclass
 class _State:
-    """What this process was told to use. Guarded by its lock; ``sources`` filled means frozen."""
+    """What this process was told to use. Guarded by its lock; ``sources`` filled means frozen.
+
+    ``choices`` holds answers by (problem, device, deterministic, match_batch); it is filled only once frozen.
+    """
 
     lock: threading.RLock = field(default_factory=threading.RLock)
     named: str = ""
     table: LookupTable | None = None
+    refused: str = ""
     allow_family: bool = False
+    allow_compiler: bool = False
     sources: dict[str, Source] = field(default_factory=dict)
+    software: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    choices: dict[Any, Choice] = field(default_factory=dict)
 
 
 _state = _State()
 
 
-def use_table(source: str | os.PathLike[str], *, allow_family: bool = False) -> None:
+def use_table(
+    source: str | os.PathLike[str], *, allow_family: bool = False, allow_compiler: bool = False
+) -> None:
     """Use this lookup table for the rest of the process: a file, or the http(s) address of a release's table.json.
 
-    A release is fetched once and cached on disk. ``allow_family`` lets the table of another GPU of the same family
-    (h800, h100, h200) answer. Raises TableError for a table that cannot be read, RuntimeError once another table has
-    answered: a process never changes tables between two steps.
+    A fetched table is kept on disk, so that the next start needs no network. A table that is broken (edited, cut off,
+    not a lookup table) is refused by name with one warning, and the shipped table answers; so does it for a GPU that
+    the table is not of. ``allow_family`` lets the table of another GPU of the same family (h800, h100, h200) answer,
+    ``allow_compiler`` one that was tuned with another major version of Triton.
+
+    Raises TableMissing for a file or an address that cannot be read, RuntimeError once another table has answered: a
+    process never changes tables between two steps.
     """
     name = os.fspath(source)
-    table = fetch_table(name) if _is_url(name) else LookupTable.load(name)
+    table, refused = _load(name)
     with _state.lock:
         if _state.sources:
             used = next(iter(_state.sources.values()))
-            if table.digest == used.digest:
+            same = table.digest == used.digest if table else _state.table is None
+            if same:
                 return
             raise RuntimeError(
                 f"table {used.release} has already answered in this process: call use_table() before the first "
                 "attention or choose(), or start a new process"
             )
-        _state.named, _state.table, _state.allow_family = name, table, allow_family
+        _state.named, _state.table, _state.refused = name, table, refused
+        _state.allow_family, _state.allow_compiler = allow_family, allow_compiler
 
 
 def choose(
@@ -106,19 +130,29 @@ def choose(
 
     Without a GPU the answer is that of an h200, and ``reason`` says so. Only monotone configs are served. With
     ``deterministic=False`` the answer is the same config with policy "unordered", and says it. Batch and heads are
-    looked at only with ``match_batch``. Raises NoGpuError (remedy named) where PyTorch lacks CUDA on a GPU machine.
+    looked at only with ``match_batch``. Raises NoGpuError (remedy named) where PyTorch lacks CUDA on a GPU machine,
+    ValueError where no config runs the problem. Safe in any thread; an answer given once is a dictionary's lookup.
     """
+    state = _state
+    key = (problem, _device_key(device), deterministic, match_batch)
+    held = state.choices.get(key)
+    if held is not None:
+        return held
     gpu, note = _resolve(device)
     choice = _choose(problem if match_batch else _shape_only(problem), gpu, match_batch)
     if not deterministic:
-        config = choice.config.with_(policy="unordered")
         choice = replace(
             choice,
-            config=config,
+            config=choice.config.with_(policy="unordered"),
             numerics_key="",
             reason=f"{choice.reason}; unordered: bits may differ from run to run, as deterministic=False asks",
         )
-    return replace(choice, reason=f"{choice.reason}; {note}") if note else choice
+    if note:
+        choice = replace(choice, reason=f"{choice.reason}; {note}")
+    if len(state.choices) >= REMEMBERED:
+        state.choices = {}  # another thread may go on reading the old one
+    state.choices[problem, _device_key(device), deterministic, match_batch] = choice
+    return choice
 
 
 def frozen_source(device: Any = None) -> Source:
@@ -127,85 +161,201 @@ def frozen_source(device: Any = None) -> Source:
     return _source(gpu.name, gpu.family)
 
 
-def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
-    """The rule where nothing has been measured.
-
-    Causal shortest_first, full mask ascending with four heads interleaved. Hopper: its largest tile, the signal
-    deferred at head_dim 128 and plain at 64. Elsewhere the portable kernel: a 128-row tile up to 2048 keys at head_dim
-    64 and a 64-row one beyond it, half of that at head_dim 128; three stages where they fit, because with two no copy
-    of a Q tile runs beside a step.
-    """
-    dim = padded_head_dim(problem.head_dim)
-    order: dict[str, Any] = (
-        {"schedule": "shortest_first", "launch_order": "descending"}
-        if problem.causal
-        else {"schedule": "ascending", "launch_order": "ascending", "heads_interleaved": 4}
-    )
-    if capability[0] == 9:
-        block_m = 128 if dim == 64 else 64
-        signal = "deferred" if dim == 128 else "plain"
-        return Config(backend="hopper", block_m=block_m, block_n=128, signal=signal, **order)
-    short = problem.seq_len_kv <= 2048
-    block_n = 128 if dim == 64 and short else 64
-    block_m = 64 if dim == 64 or short else 32
-    portable = Config(
-        backend="portable", block_m=block_m, block_n=block_n, num_stages=3, signal="plain", **order
-    )
-    return portable if supports(portable, problem, capability) else replace(portable, num_stages=2)
+def is_frozen() -> bool:
+    """Whether a table has answered in this process, so that no other may."""
+    return bool(_state.sources)
 
 
-@functools.lru_cache(maxsize=4096)
-def _choose(problem: Problem, gpu: Gpu, match_batch: bool) -> Choice:
-    source = _source(gpu.name, gpu.family)
-    reason = source.why
+def source_in_force(device: Any = None) -> Source:
+    """What :func:`frozen_source` would freeze, without freezing it."""
+    gpu, _ = _resolve(device)
+    with _state.lock:
+        return _state.sources.get(gpu.name) or _find_source(gpu.name, gpu.family)
+
+
+def other_sources(device: Any = None) -> Iterator[Source]:
+    """The other tables at hand that may answer for ``device``: the shipped one and those fetched on this machine."""
+    gpu, _ = _resolve(device)
+    if gpu.name in shipped_gpus():
+        yield Source(LookupTable.load(TABLES / f"{gpu.name}.json"))
+    yield Source(None, why="the default rule alone")
+    for table in cached_tables():
+        source = _fitting(table, gpu.name, gpu.family)
+        if source.table is not None:
+            yield source
+
+
+def freeze(device: Any, source: Source) -> None:
+    """Make ``source`` answer for ``device`` from now on. Raises RuntimeError where another has answered already."""
+    gpu, _ = _resolve(device)
+    if _keep(gpu.name, source).digest != source.digest:
+        raise RuntimeError(f"table {_state.sources[gpu.name].release} has already answered")
+
+
+def _keep(gpu: str, source: Source) -> Source:
+    """The source of ``gpu`` from now on: ``source`` unless there is one, logged once."""
+    with _state.lock:
+        if gpu in _state.sources:
+            return _state.sources[gpu]
+        _state.sources[gpu] = source
     if source.table is not None:
-        found = source.table.find(problem, match_batch)
+        table = source.table
+        logger.info(
+            "%s uses lookup table %s of %s, digest %s", gpu, table.release, table.gpu, source.digest
+        )
+    else:
+        logger.info("%s uses the default rule: %s", gpu, source.why)
+    return source
+
+
+def _load(name: str) -> tuple[LookupTable | None, str]:
+    """The table of this name, or None and what is wrong with it, said in one warning."""
+    try:
+        return (fetch_table(name) if is_url(name) else LookupTable.load(name)), ""
+    except TableMissing:
+        raise
+    except TableError as error:
+        logger.warning(
+            "lookup table refused: %s. The table shipped for this GPU is used instead", error
+        )
+        return None, f"table refused: {error}"
+
+
+def _choose(problem: Problem, gpu: Gpu, match_batch: bool) -> Choice:
+    from dash_kernels.numerics import config_key
+
+    source = _source(gpu.name, gpu.family)
+    software = _software(gpu)
+    config, rungs = _climb(problem, gpu, source, match_batch, software)
+    answered = rungs[-1]
+    key = config_key(config, dtype=problem.dtype, head_dim=problem.head_dim, environment=software)
+    release = source.release if answered.name != "default" else DEFAULT_RULE
+    return Choice(config, answered.name, release, key, answered.why, rungs)
+
+
+def _climb(
+    problem: Problem, gpu: Gpu, source: Source, match_batch: bool, software: dict[str, Any]
+) -> tuple[Config, tuple[Rung, ...]]:
+    """The config, and the rungs down to the one that answered."""
+    table, why, differs = source.table, source.why, source.differs
+    if table is not None and (differs := _other_compiler(table, software)):
+        why = (
+            f"table {table.release} was tuned with another major version of Triton ({differs[0]}); "
+            "use_table(..., allow_compiler=True) or DASH_ALLOW_COMPILER=1 lets it answer"
+        )
+        table = None
+    if table is not None:
+        found = table.find(problem, match_batch)
         if found is None:
-            reason = (
-                f"table {source.release} has no cell for {problem.mask} head_dim {problem.head_dim} "
-                f"{problem.dtype} head group {problem.head_group}"
-            )
+            differs = table.why_missed(problem)
+            why = f"table {table.release} has no cell for {_kind(problem)} ({'; '.join(map(str, differs))})"
         else:
             cell, matched = found
             assert cell.served is not None
             support = supports(cell.served.config, problem, gpu.capability)
             if support:
-                where = f"measured on {source.table.gpu} at seq_len {cell.problem.seq_len}"
-                if cell.problem.seq_len_kv != cell.problem.seq_len:
-                    where += f", seq_len_kv {cell.problem.seq_len_kv}"
-                return _answer(
-                    cell.served.config,
-                    "family" if source.family else matched,
-                    source,
-                    problem,
-                    gpu,
-                    where,
-                )
-            reason = (
-                f"table {source.release} serves a config that cannot run here: {support.reason}"
+                off = _off(cell, problem, match_batch)
+                rungs = _answered(table, cell, matched, off, source.family, gpu)
+                return cell.served.config, rungs
+            why = f"table {table.release} serves a config that cannot run here: {support.reason}"
+    config, rule = _rule(problem, gpu, table)
+    missed = [Rung(name, False, why, differs) for name in ("exact", "nearest", "family")]
+    return config, (*missed, Rung("default", True, f"{rule}: {why}"))
+
+
+def _rule(problem: Problem, gpu: Gpu, table: LookupTable | None) -> tuple[Config, str]:
+    """What stands in where no cell answers: for a window the config measured without it, if it runs; else the rule."""
+    if problem.windowed and table is not None:
+        whole = replace(problem, window_left=-1, window_right=-1)
+        found = table.find(whole)
+        served = found[0].served if found else None
+        if found and served and supports(served.config, problem, gpu.capability):
+            at = found[0].problem.seq_len
+            return (
+                served.config,
+                f"default: the config measured for {problem.mask} without the window at seq_len {at}",
             )
-    config = default_config(problem, gpu.capability)
-    support = supports(config, problem, gpu.capability)
-    if not support:
-        raise ValueError(f"no config runs this problem on {gpu.name}: {support.reason}")
-    return _answer(config, "default", source, problem, gpu, f"default rule: {reason}")
+    return default_config(problem, gpu.capability), "default rule"
 
 
-def _answer(
-    config: Config, matched: str, source: Source, problem: Problem, gpu: Gpu, reason: str
-) -> Choice:
+def _answered(
+    table: LookupTable,
+    cell: Cell,
+    matched: str,
+    off: tuple[Difference, ...],
+    family: bool,
+    gpu: Gpu,
+) -> tuple[Rung, ...]:
+    where = f"measured on {table.gpu} at seq_len {cell.problem.seq_len}"
+    if cell.problem.seq_len_kv != cell.problem.seq_len:
+        where += f", seq_len_kv {cell.problem.seq_len_kv}"
+    if family:
+        other = (Difference("gpu", gpu.name, (table.gpu,)), *off)
+        why = "; ".join(map(str, other))
+        missed = [Rung(name, False, why, other) for name in ("exact", "nearest")]
+        return (*missed, Rung("family", True, where, other))
+    if matched == "exact":
+        return (Rung("exact", True, where),)
+    return (
+        Rung("exact", False, "; ".join(map(str, off)), off),
+        Rung("nearest", True, where, off),
+    )
+
+
+def _off(cell: Cell, problem: Problem, match_batch: bool) -> tuple[Difference, ...]:
+    """The lengths, and with ``match_batch`` the sizes, in which the nearest cell differs."""
+    names = ("seq_len", "seq_len_kv", *(("batch", "heads") if match_batch else ()))
+    pairs = [(name, getattr(problem, name), getattr(cell.problem, name)) for name in names]
+    return tuple(Difference(name, asked, (has,)) for name, asked, has in pairs if asked != has)
+
+
+def _other_compiler(table: LookupTable, software: dict[str, Any]) -> tuple[Difference, ...]:
+    """The major versions of Triton, where table and process are known to have different ones and that was not allowed."""
+    if _state.allow_compiler or os.environ.get("DASH_ALLOW_COMPILER") == "1":
+        return ()
+    return compiler_difference(software.get("triton"), table.environment)
+
+
+def compiler_difference(triton: str | None, environment: dict[str, Any]) -> tuple[Difference, ...]:
+    """Where ``environment`` was tuned with another major version of Triton than ``triton``; unknown ones agree."""
+    tuned = environment.get("triton")
+    if not triton or not tuned or str(tuned).split(".")[0] == triton.split(".")[0]:
+        return ()
+    return (Difference("triton", triton, (str(tuned),)),)
+
+
+def _kind(problem: Problem) -> str:
+    text = f"{problem.mask} head_dim {problem.head_dim} {problem.dtype} head group {problem.head_group}"
+    return text + "".join(f" {name} {value}" for name, value in problem.options().items())
+
+
+def _software(gpu: Gpu) -> dict[str, Any]:
+    """The environment that keys of this GPU are made of, found once."""
     from dash_kernels.device import environment
-    from dash_kernels.numerics import config_key
 
-    software = environment(gpu.index if gpu.index >= 0 else None)
-    software["capability"] = "{}.{}".format(*gpu.capability)
-    key = config_key(config, dtype=problem.dtype, head_dim=problem.head_dim, environment=software)
-    release = source.release if matched != "default" else DEFAULT_RULE
-    return Choice(config, matched, release, key, reason)
+    held = _state.software.get((gpu.name, gpu.index))
+    if held is None:
+        held = environment(gpu.index if gpu.index >= 0 else None)
+        held["capability"] = "{}.{}".format(*gpu.capability)
+        _state.software[gpu.name, gpu.index] = held
+    return held
 
 
 def _shape_only(problem: Problem) -> Problem:
     return replace(problem, batch=1, heads=problem.head_group, heads_kv=1)
+
+
+def _device_key(device: Any) -> Any:
+    """What an answer for ``device`` is remembered under: the index of a CUDA device, also for the current one."""
+    if device is None or device == "cuda":
+        torch = sys.modules.get("torch")
+        if torch is None or not torch.cuda.is_initialized():
+            return device
+        return torch.cuda.current_device()
+    if isinstance(device, (int, str)):
+        return device
+    index = getattr(device, "index", None)
+    return str(device) if index is None else index
 
 
 def _resolve(device: Any) -> tuple[Gpu, str]:
@@ -240,99 +390,53 @@ def _nominal(spec: GpuSpec) -> Gpu:
 
 def _source(gpu: str, family: str) -> Source:
     with _state.lock:
-        if gpu not in _state.sources:
-            source = _find_source(gpu, family)
-            _state.sources[gpu] = source
-            if source.table is not None:
-                logger.info(
-                    "%s uses lookup table %s of %s, digest %s",
-                    gpu,
-                    source.release,
-                    source.table.gpu,
-                    source.digest,
-                )
-            else:
-                logger.info("%s uses the default rule: %s", gpu, source.why)
-        return _state.sources[gpu]
+        held = _state.sources.get(gpu)
+        return held or _keep(gpu, _find_source(gpu, family))
 
 
 def _find_source(gpu: str, family: str) -> Source:
-    table, allow_family = (
-        _state.table,
-        _state.allow_family or os.environ.get("DASH_ALLOW_FAMILY") == "1",
-    )
-    named = _state.named or os.environ.get("DASH_TABLE", "")
-    if table is None and named:
-        table = fetch_table(named) if _is_url(named) else LookupTable.load(named)
-    if table is None and gpu in shipped_gpus():
-        table = LookupTable.load(TABLES / f"{gpu}.json")
-    if table is None and allow_family:
+    """The named table where it may answer for this GPU, else the shipped one."""
+    named = os.environ.get("DASH_TABLE", "")
+    if not _state.named and named:
+        _state.table, _state.refused = _load(named)
+        _state.named = named
+    why = _state.refused
+    differs: tuple[Difference, ...] = ()
+    if _state.table is not None:
+        source = _fitting(_state.table, gpu, family)
+        if source.table is not None:
+            return source
+        why, differs = source.why, source.differs
+        if gpu in shipped_gpus():
+            logger.warning("%s; the table shipped for %s is used instead", why, gpu)
+    if gpu in shipped_gpus():
+        return Source(LookupTable.load(TABLES / f"{gpu}.json"))
+    if _allow_family():
         kin = [name for name in shipped_gpus() if name in GPUS and GPUS[name].family == family]
-        table = LookupTable.load(TABLES / f"{kin[0]}.json") if kin else None
-    if table is None:
-        return Source(None, why=f"no table is shipped for {gpu}")
+        if kin:
+            return Source(LookupTable.load(TABLES / f"{kin[0]}.json"), family=True)
+    if not why:
+        differs = (Difference("gpu", gpu, shipped_gpus()),)
+    return Source(None, why=why or f"no table is shipped for {gpu}", differs=differs)
+
+
+def _fitting(table: LookupTable, gpu: str, family: str) -> Source:
+    """``table`` as the source of ``gpu``; without a table, and saying why, where it may not answer for it."""
     if table.gpu == gpu:
         return Source(table)
+    differs = (Difference("gpu", gpu, (table.gpu,)),)
     kin_of = GPUS[table.gpu].family if table.gpu in GPUS else table.gpu
     if kin_of != family:
-        return Source(None, why=f"table {table.release} is of {table.gpu}, no kin of {gpu}")
-    if not allow_family:
-        return Source(
-            None,
-            why=f"table {table.release} is of {table.gpu}; DASH_ALLOW_FAMILY=1 or use_table(..., allow_family=True) "
-            f"lets it answer for {gpu}",
+        why = f"table {table.release} is of {table.gpu}, no kin of {gpu}"
+        return Source(None, why=why, differs=differs)
+    if not _allow_family():
+        why = (
+            f"table {table.release} is of {table.gpu}; DASH_ALLOW_FAMILY=1 or use_table(..., allow_family=True) "
+            f"lets it answer for {gpu}"
         )
+        return Source(None, why=why, differs=differs)
     return Source(table, family=True)
 
 
-def _is_url(name: str) -> bool:
-    return name.startswith(("http://", "https://"))
-
-
-def fetch_table(url: str) -> LookupTable:
-    """Table at an http(s) address. One whose path names a release is immutable, so its cached copy answers first."""
-    folder = cache_folder() if "/releases/" in urllib.parse.urlsplit(url).path else None
-    cached = folder and folder / f"table-{hashlib.sha256(url.encode()).hexdigest()[:16]}.json"
-    if cached and cached.is_file():
-        try:
-            return LookupTable.load(cached)
-        except TableError as error:
-            logger.warning("cached lookup table is damaged and is fetched again: %s", error)
-    try:
-        with urllib.request.urlopen(url, timeout=FETCH_SECONDS) as answer:
-            text = answer.read(MAX_TABLE_BYTES + 1)
-    except (urllib.error.URLError, OSError, ValueError) as error:
-        raise TableError(f"{url}: {getattr(error, 'reason', error)}") from error
-    if len(text) > MAX_TABLE_BYTES:
-        raise TableError(f"{url}: larger than {MAX_TABLE_BYTES >> 20} MiB; not a lookup table")
-    table = LookupTable.from_json(text, url)
-    if cached:
-        _write_cache(cached, text)
-    return table
-
-
-def cache_folder() -> Path | None:
-    """Folder of fetched tables: DASH_CACHE, else the user's cache folder; None for a user who has no home."""
-    chosen = os.environ.get("DASH_CACHE")
-    if chosen:
-        return Path(chosen)
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dash"
-    except RuntimeError:
-        return None
-
-
-def _write_cache(path: Path, text: bytes) -> None:
-    """Keep ``text`` at ``path`` whole or not at all; a folder that cannot be written only costs the next fetch."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            file.write(text)
-        os.replace(name, path)
-    except OSError as error:
-        logger.warning(
-            "cannot cache the lookup table under %s (%s); it is fetched anew by each process",
-            path.parent,
-            error,
-        )
+def _allow_family() -> bool:
+    return _state.allow_family or os.environ.get("DASH_ALLOW_FAMILY") == "1"

@@ -1,8 +1,9 @@
 """The lookup table: what a tuned GPU answers for each cell, its JSON form, and how a cell is found for a problem.
 
-Format 1. A cell is one (mask, head_dim, dtype, head group, seq_len, seq_len_kv) with the shape that was measured; its
+A cell is one (mask, head_dim, dtype, head group, options, seq_len, seq_len_kv) with the shape that was measured; its
 ``served`` entry is the best monotone deterministic config (safe beside any other kernel), ``best`` the best
-deterministic one of all. The digest is the SHA-256 of the canonical JSON without the digest itself.
+deterministic one of all. The digest is the SHA-256 of the canonical JSON without the digest itself. Format 2 is format 1
+with cells that have options (a window, softcap, ...), so that a reader that knows none does not take them for plain ones.
 """
 
 from __future__ import annotations
@@ -10,18 +11,79 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from dash_kernels.problem import Config, Problem
+from dash_kernels.problem import OPTION_FIELDS, Config, Problem
 
 FORMAT = 1
+FORMAT_WITH_OPTIONS = 2
+KIND_FIELDS = ("mask", "head_dim", "dtype", "head_group", *OPTION_FIELDS)
+"""What a cell and a problem must agree in: an answer never crosses these."""
 TABLES = Path(__file__).parent / "tables"
 
 
 class TableError(ValueError):
     """A lookup table that cannot be read or used; the message names the source, the place and the remedy."""
+
+
+class TableMissing(TableError):
+    """There is no lookup table there, or it cannot be reached: unlike a broken one, nothing stands in for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which what was asked for differs from what there is."""
+
+    field: str
+    asked: Any
+    has: tuple[Any, ...]
+
+    def __str__(self) -> str:
+        return (
+            f"{self.field}: asked {self.asked}, there is {', '.join(map(str, self.has)) or 'none'}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"field": self.field, "asked": self.asked, "has": list(self.has)}
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """One step of the ladder: "exact", "nearest", "family" or "default", whether it answered, and why it did or did not."""
+
+    name: str
+    answered: bool
+    why: str
+    differs: tuple[Difference, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "rung": self.name,
+            "answered": self.answered,
+            "why": self.why,
+            "differs": [difference.to_dict() for difference in self.differs],
+        }
+
+
+def differences(
+    asked: Mapping[str, Any], held: Sequence[Mapping[str, Any]], names: Sequence[str]
+) -> tuple[Difference, ...]:
+    """The fewest of ``names`` in which everything ``held`` differs from ``asked``, each with the values that there are.
+
+    Empty where something held agrees in all of them, or where nothing is held.
+    """
+    apart = [tuple(name for name in names if has[name] != asked[name]) for has in held]
+    if not apart:
+        return ()
+    fewest = min(apart, key=lambda fields: (len(fields), [names.index(name) for name in fields]))
+    nearest = [has for has, fields in zip(held, apart, strict=True) if fields == fewest]
+    return tuple(
+        Difference(name, asked[name], tuple(sorted({has[name] for has in nearest})))
+        for name in fewest
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +128,7 @@ class Cell:
             "head_dim": p.head_dim,
             "dtype": p.dtype,
             "head_group": p.head_group,
+            **p.options(),
             "seq_len": p.seq_len,
             "seq_len_kv": p.seq_len_kv,
             "batch": p.batch,
@@ -91,8 +154,9 @@ class LookupTable:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready dict with its digest. Raises TableError for a NaN or infinity."""
+        options = any(cell.problem.options() for cell in self.cells)
         body = {
-            "format": FORMAT,
+            "format": FORMAT_WITH_OPTIONS if options else FORMAT,
             "gpu": self.gpu,
             "release": self.release,
             "created": self.created,
@@ -117,10 +181,10 @@ class LookupTable:
             raise TableError(
                 f"{source}: a lookup table is a JSON object, not {type(data).__name__}"
             )
-        if data.get("format") != FORMAT:
+        if data.get("format") not in (FORMAT, FORMAT_WITH_OPTIONS):
             raise TableError(
-                f"{source}: format is {data.get('format')!r}; this version reads format {FORMAT}: "
-                "export the table again, or use the dash_kernels that wrote it"
+                f"{source}: format is {data.get('format')!r}; this version reads formats {FORMAT} and "
+                f"{FORMAT_WITH_OPTIONS}: export the table again, or use the dash_kernels that wrote it"
             )
         cells = _take(data, "cells", list, source)
         table = cls(
@@ -145,7 +209,7 @@ class LookupTable:
     def from_json(cls, text: str | bytes, source: str = "lookup table") -> LookupTable:
         try:
             data = json.loads(text, parse_constant=_refuse_constant)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise TableError(f"{source}: not JSON ({error})") from error
         return cls.from_dict(data, source)
 
@@ -154,7 +218,7 @@ class LookupTable:
         try:
             text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
-            raise TableError(f"{path}: {error.strerror or error}") from error
+            raise TableMissing(f"{path}: {error.strerror or error}") from error
         except UnicodeDecodeError as error:
             raise TableError(f"{path}: not UTF-8 text ({error.reason})") from error
         return cls.from_json(text, str(path))
@@ -162,8 +226,7 @@ class LookupTable:
     def find(self, problem: Problem, match_batch: bool = False) -> tuple[Cell, str] | None:
         """The cell that answers for ``problem`` and how: "exact" or "nearest"; None when no cell may.
 
-        Mask, head_dim, dtype and head group must agree. Nearest means nearest in log(seq_len) and log(seq_len_kv),
-        ties to the shorter. Batch and heads are looked at only with ``match_batch``, so that by default a sample
+        All of KIND_FIELDS must agree. Nearest means nearest in log(seq_len) and log(seq_len_kv), ties to the shorter. Batch and heads are looked at only with ``match_batch``, so that by default a sample
         gets the same config, and the same bits, alone and in a batch.
         """
         able = [cell for cell in self.cells if _same_kind(cell, problem)]
@@ -194,6 +257,21 @@ class LookupTable:
             )
         return cell, "exact" if same else "nearest"
 
+    def why_missed(self, problem: Problem) -> tuple[Difference, ...]:
+        """In which fields the cells differ from ``problem``, where :meth:`find` has none for it."""
+        able = [cell for cell in self.cells if cell.direction == "backward"]
+        same = [cell for cell in able if kind_of(cell.problem) == kind_of(problem)]
+        if same:  # measured, but with nothing that a training job may get unasked
+            needs = {(cell.best and cell.best.min_resident) or 0 for cell in same}
+            return (Difference("min_resident", 1, tuple(sorted(needs))),)
+        kinds = [kind_of(cell.problem) for cell in able if _serves(cell)]
+        return differences(kind_of(problem), kinds, KIND_FIELDS)
+
+
+def kind_of(problem: Problem) -> dict[str, Any]:
+    """The values of KIND_FIELDS."""
+    return {name: getattr(problem, name) for name in KIND_FIELDS}
+
 
 def digest_of(body: dict[str, Any]) -> str:
     """SHA-256 of the canonical JSON of a table's dict, its "digest" left out."""
@@ -211,14 +289,15 @@ def shipped_gpus() -> tuple[str, ...]:
 
 
 def _same_kind(cell: Cell, problem: Problem) -> bool:
-    p = cell.problem
     return (
         cell.direction == "backward"
-        and cell.served is not None
-        and cell.served.servable
-        and (p.mask, p.head_dim, p.dtype, p.head_group)
-        == (problem.mask, problem.head_dim, problem.dtype, problem.head_group)
+        and _serves(cell)
+        and all(getattr(cell.problem, name) == getattr(problem, name) for name in KIND_FIELDS)
     )
+
+
+def _serves(cell: Cell) -> bool:
+    return cell.served is not None and cell.served.servable
 
 
 _ENTRY_KINDS: dict[str, tuple[type, ...]] = {
@@ -259,6 +338,7 @@ def _cell(data: Any, source: str) -> Cell:
             heads=heads,
             heads_kv=heads // group,
             seq_len_kv=_take(data, "seq_len_kv", int, source),
+            **{name: data[name] for name in OPTION_FIELDS if name in data},
         )
     except TableError:
         raise

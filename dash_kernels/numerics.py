@@ -31,7 +31,7 @@ class NumericsError(RuntimeError):
 def config_key(config: Config, *, dtype: str, head_dim: int, environment: dict[str, Any]) -> str:
     """Numerics key of one config on one environment (as :func:`dash_kernels.device.environment` gives it).
 
-    ``head_dim`` counts by the kernel that serves it: 64 or 128.
+    ``head_dim`` counts by the kernel that serves it: 64, 128 or 256.
     """
     return _digest(_bits(config, dtype, head_dim) | {"environment": _environment_bits(environment)})
 
@@ -44,33 +44,49 @@ def numerics_key(device: int | str | None = None) -> str:
     """
     from dash_kernels import dispatch
 
-    return _digest(_process_bits(dispatch.frozen_source(device), device))
+    return _digest(_process_bits(dispatch.frozen_source(device), _environment_of(device)))
 
 
 def require_numerics(key: str, device: int | str | None = None) -> None:
-    """Raise NumericsError unless this process has numerics key ``key``; call it when resuming from a checkpoint."""
-    mine = numerics_key(device)
-    if mine != key:
-        from dash_kernels import dispatch
-        from dash_kernels.device import environment
+    """Make this process use configs of numerics key ``key``, or stop; call it when resuming from a checkpoint.
 
-        source = dispatch.frozen_source(device)
-        software = _environment_bits(_environment_of(device, environment))
-        raise NumericsError(
-            f"numerics key is {mine}, the checkpoint asks for {key}: gradients would differ in bits. Here: "
-            f"table {source.release} ({source.digest[:12] or 'default rule'}), "
-            + ", ".join(
-                f"{name} {value}" for name, value in software.items() if name != "kernel_hash"
-            )
-            + ". Use the table (use_table or DASH_TABLE) and the versions that wrote the checkpoint"
-        )
+    Where nothing was chosen yet and the table in force has another key, the shipped table and every table fetched on
+    this machine are looked through for the one that has it: a checkpoint resumes on its own table though a newer
+    release is in force. Raises NumericsError where none has, naming what differs.
+    """
+    from dash_kernels import dispatch
+
+    fresh = not dispatch.is_frozen()
+    source = dispatch.source_in_force(device)
+    environment = _environment_of(device)
+    mine = _digest(_process_bits(source, environment))
+    if mine == key:
+        dispatch.freeze(device, source)
+        return
+    if fresh:
+        for other in dispatch.other_sources(device):
+            if _digest(_process_bits(other, environment)) == key:
+                dispatch.freeze(device, other)
+                logger.info("table %s is used: it has numerics key %s", other.release, key)
+                return
+    said = ", ".join(
+        f"{name} {value}"
+        for name, value in _environment_bits(environment).items()
+        if name != "kernel_hash"
+    )
+    raise NumericsError(
+        f"numerics key is {mine}, the checkpoint asks for {key}: gradients would differ in bits. Here: "
+        f"table {source.release} ({source.digest[:12] or 'default rule'}), {said}. "
+        "Use the table (use_table or DASH_TABLE) and the versions that wrote the checkpoint"
+    )
 
 
 def check_ranks(group: Any = None) -> None:
     """Raise NumericsError unless every rank of torch.distributed has the same table digest and numerics key.
 
-    Call it once after ``init_process_group``. A single process passes; a job that has not initialised
-    torch.distributed yet is told so.
+    Call it once after ``init_process_group``. A rank whose table cannot be read fails on every rank, by number, instead
+    of leaving the others waiting. A single process passes; a job that has not initialised torch.distributed yet is
+    told so.
     """
     import torch.distributed as dist
 
@@ -80,21 +96,37 @@ def check_ranks(group: Any = None) -> None:
                 "torch.distributed is not initialised: call check_ranks() after init_process_group()"
             )
         return
-    from dash_kernels import dispatch
-
-    source = dispatch.frozen_source(None)
-    mine = (source.release, source.digest, numerics_key())
+    mine = _identity()
     everyone: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, mine, group=group)
+    broken = [rank for rank, other in enumerate(everyone) if other[0] is None]
+    if broken:
+        raise NumericsError(
+            f"{_ranks(broken)} have no lookup table to compare; rank {broken[0]} says: {everyone[broken[0]][1]}"
+        )
     odd = [rank for rank, other in enumerate(everyone) if other != everyone[0]]
     if odd:
         what = "lookup table" if everyone[odd[0]][1] != everyone[0][1] else "numerics key"
         raise NumericsError(
-            f"ranks {', '.join(map(str, odd[:8]))}{' and more' if len(odd) > 8 else ''} differ from rank 0 in their "
-            f"{what}: rank 0 has {_say(everyone[0])}, rank {odd[0]} has {_say(everyone[odd[0]])}. "
-            "Give every rank the same table and the same software"
+            f"{_ranks(odd)} differ from rank 0 in their {what}: rank 0 has {_say(everyone[0])}, rank {odd[0]} has "
+            f"{_say(everyone[odd[0]])}. Give every rank the same table and the same software"
         )
-    logger.info("%d ranks agree: table %s, numerics key %s", len(everyone), source.release, mine[2])
+    logger.info("%d ranks agree: table %s, numerics key %s", len(everyone), mine[0], mine[2])
+
+
+def _identity() -> tuple[str | None, str, str]:
+    """(release, digest, numerics key) of this process; (None, why, "") where it has none."""
+    from dash_kernels import dispatch
+
+    try:
+        source = dispatch.frozen_source(None)
+        return source.release, source.digest, numerics_key()
+    except (ValueError, RuntimeError, OSError) as error:
+        return None, str(error), ""
+
+
+def _ranks(numbers: list[int]) -> str:
+    return f"ranks {', '.join(map(str, numbers[:8]))}{' and more' if len(numbers) > 8 else ''}"
 
 
 def _say(answer: tuple[str, str, str]) -> str:
@@ -118,30 +150,29 @@ def _environment_bits(environment: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _process_bits(source: Any, device: int | str | None) -> dict[str, Any]:
-    from dash_kernels import dispatch
-    from dash_kernels.device import environment
+def _process_bits(source: Any, environment: dict[str, Any]) -> dict[str, Any]:
+    from dash_kernels.default_rule import DEFAULT_RULE
 
     cells = [
         [
-            [p.mask, p.head_dim, p.dtype, p.head_group, p.seq_len, p.seq_len_kv, p.batch, p.heads],
+            [p.mask, p.head_dim, p.dtype, p.head_group, p.seq_len, p.seq_len_kv, p.batch, p.heads, p.options()],
             _bits(cell.served.config, p.dtype, p.head_dim),
         ]
         for cell in (source.table.cells if source.table else ())
         if cell.served is not None and cell.served.servable and (p := cell.problem)
-    ]
+    ]  # fmt: skip
     return {
-        "cells": sorted(cells, key=lambda cell: json.dumps(cell[0])),
-        "default_rule": dispatch.DEFAULT_RULE,
-        "environment": _environment_bits(_environment_of(device, environment)),
+        "cells": sorted(cells, key=lambda cell: json.dumps(cell[0], sort_keys=True)),
+        "default_rule": DEFAULT_RULE,
+        "environment": _environment_bits(environment),
     }
 
 
-def _environment_of(device: int | str | None, environment: Any) -> dict[str, Any]:
+def _environment_of(device: int | str | None) -> dict[str, Any]:
+    from dash_kernels.device import environment, resolve_gpu
+
     if not isinstance(device, str):
         return dict(environment(device))
-    from dash_kernels.device import resolve_gpu
-
     capability = "{}.{}".format(*resolve_gpu(device).capability)
     return {**environment(), "capability": capability}
 

@@ -1,31 +1,23 @@
-"""choose(): each rung of the ladder says that it answered, a table once used stays, and keys mean bits."""
+"""choose(): each rung of the ladder says why it did or did not answer, a table once used stays, the rule always runs."""
 
 from __future__ import annotations
 
-import functools
-import http.server
+import contextlib
 import logging
 import threading
-from collections.abc import Iterator
-from dataclasses import fields
+import timeit
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from test_lookup import MONOTONE, RESIDENT, cell, table
 
-from dash_kernels import (
-    Config,
-    Problem,
-    check_ranks,
-    choose,
-    dispatch,
-    numerics,
-    numerics_key,
-    require_numerics,
-    use_table,
-)
+from dash_kernels import Choice, Problem, choose, dispatch, use_table
+from dash_kernels.default_rule import default_config
 from dash_kernels.device import GPUS, NoGpuError, environment
-from dash_kernels.lookup import LookupTable, TableError, shipped_gpus
+from dash_kernels.lookup import Difference, LookupTable, TableMissing, shipped_gpus
 from dash_kernels.problem import supports
 from dash_kernels.schedules import TileGrid, build, check
 from dash_kernels.schedules.launch import Launch
@@ -34,16 +26,13 @@ PROBLEM = Problem("causal", 128, 4096)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def _fresh_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Each test is a process that has chosen nothing yet and that ships no table."""
     monkeypatch.setattr(dispatch, "_state", dispatch._State())
     monkeypatch.setattr("dash_kernels.lookup.TABLES", tmp_path / "shipped")
     monkeypatch.setattr(dispatch, "TABLES", tmp_path / "shipped")
     monkeypatch.delenv("DASH_ALLOW_FAMILY", raising=False)
     monkeypatch.setenv("DASH_CACHE", str(tmp_path / "cache"))
-    dispatch._choose.cache_clear()
-    yield
-    dispatch._choose.cache_clear()
 
 
 def write(path: Path, content: LookupTable) -> Path:
@@ -131,64 +120,217 @@ def test_dash_table_names_the_table_and_its_digest_is_logged_once(
     assert [content.digest in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_a_broken_dash_table_is_an_error_and_not_the_default_rule(
+def broken_table(path: Path) -> Path:
+    text = table(cell(4096)).to_json()
+    path.write_text(text[: len(text) // 2])
+    return path
+
+
+@pytest.mark.parametrize("how", ["use_table", "DASH_TABLE"])
+def test_a_broken_table_is_refused_by_name_and_the_shipped_one_answers_with_one_warning(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "shipped" / "h200.json", table(cell(4096), release="h200-shipped"))
+    path = broken_table(tmp_path / "cut.json")
+    if how == "use_table":
+        use_table(path)
+    else:
+        monkeypatch.setenv("DASH_TABLE", str(path))
+    answers = [choose(Problem("causal", 128, s), "h200") for s in (1024, 4096, 8192)]
+    assert {answer.release for answer in answers} == {"h200-shipped"}
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "cut.json: not JSON" in warned[0]
+    assert "shipped" in warned[0]
+
+
+def test_a_table_that_is_not_there_is_an_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "t.json").write_text("{}")
-    monkeypatch.setenv("DASH_TABLE", str(tmp_path / "t.json"))
-    with pytest.raises(TableError, match=r"t\.json: format is None"):
+    with pytest.raises(TableMissing, match=r"absent\.json: No such file"):
+        use_table(tmp_path / "absent.json")
+    monkeypatch.setenv("DASH_TABLE", str(tmp_path / "absent.json"))
+    with pytest.raises(TableMissing, match=r"absent\.json: No such file"):
         choose(PROBLEM, "h200")
 
 
-def test_a_release_is_fetched_once_and_cached_a_live_table_each_time(tmp_path: Path) -> None:
-    site = tmp_path / "site"
-    content = table(cell(4096))
-    write(site / "releases" / "3" / "table.json", content)
-    write(site / "table.json", content)
-    asked: list[str] = []
-
-    class Handler(http.server.SimpleHTTPRequestHandler):
-        def log_request(self, *_: object) -> None:
-            asked.append(self.path)
-
-    server = http.server.ThreadingHTTPServer(
-        ("127.0.0.1", 0), functools.partial(Handler, directory=str(site))
-    )
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    base = f"http://127.0.0.1:{server.server_port}"
-    try:
-        for _ in range(2):
-            assert dispatch.fetch_table(f"{base}/releases/3/table.json") == content
-            assert dispatch.fetch_table(f"{base}/table.json") == content
-        use_table(f"{base}/releases/3/table.json")
-        with pytest.raises(TableError, match=r"(?i)not found"):
-            use_table(f"{base}/releases/4/table.json")
-    finally:
-        server.shutdown()
-        server.server_close()
-    assert asked.count("/releases/3/table.json") == 1
-    assert asked.count("/table.json") == 2
-    with pytest.raises(TableError, match="refused"):
-        dispatch.fetch_table(f"{base}/table.json")
-
-
-def test_a_cache_that_cannot_be_written_costs_only_the_next_fetch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("gpu", ["h200", "a100"])
+def test_the_table_of_another_gpu_gives_way_to_the_shipped_one(
+    gpu: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (tmp_path / "file").write_text("")
-    dispatch._write_cache(tmp_path / "file" / "t.json", b"{}")
-    assert "cannot cache the lookup table" in caplog.text
+    portable = MONOTONE.with_(backend="portable", signal="plain")
+    shipped = table(cell(4096, portable), gpu=gpu, release="shipped")
+    write(tmp_path / "shipped" / f"{gpu}.json", shipped)
+    use_table(write(tmp_path / "t.json", table(cell(4096), gpu="h100", release="of-h100")))
+    assert choose(PROBLEM, gpu).release == "shipped"
+    choose(Problem("causal", 128, 1024), gpu)
+    warned = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warned) == 1
+    assert "table of-h100 is of h100" in warned[0]
+
+
+# -- the ladder -----------------------------------------------------------------------------------------------------
+
+
+def rungs(choice: Choice) -> list[tuple[str, bool]]:
+    return [(rung.name, rung.answered) for rung in choice.ladder]
+
+
+def test_every_rung_says_field_by_field_why_it_did_not_answer(tmp_path: Path) -> None:
+    use_table(write(tmp_path / "t.json", table(cell(1024), cell(4096))))
+    exact, nearest = choose(PROBLEM, "h200"), choose(Problem("causal", 128, 5000), "h200")
+    assert rungs(exact) == [("exact", True)]
+    assert rungs(nearest) == [("exact", False), ("nearest", True)]
+    assert nearest.ladder[0].differs == (
+        Difference("seq_len", 5000, (4096,)),
+        Difference("seq_len_kv", 5000, (4096,)),
+    )
+    missed = choose(Problem("causal", 96, 4096), "h200")
+    assert rungs(missed) == [
+        ("exact", False),
+        ("nearest", False),
+        ("family", False),
+        ("default", True),
+    ]
+    assert missed.ladder[0].differs == (
+        Difference("head_dim", 96, (128,)),
+        Difference("head_dim_v", 96, (128,)),
+    )
+    assert "head_dim: asked 96, there is 128" in missed.reason
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"mask": "full"}, "mask"),
+        ({"head_dim": 64}, "head_dim"),
+        ({"dtype": "float16"}, "dtype"),
+        ({"heads": 8, "heads_kv": 2}, "head_group"),
+        ({"window_left": 512}, "window_left"),
+        ({"softcap": True}, "softcap"),
+        ({"varlen": True}, "varlen"),
+        ({"head_dim_v": 64}, "head_dim_v"),
+    ],
+)
+def test_an_answer_never_crosses_a_named_field(
+    tmp_path: Path, change: dict[str, Any], field: str
+) -> None:
+    use_table(write(tmp_path / "t.json", table(cell(4096))))
+    problem = Problem(**{"mask": "causal", "head_dim": 128, "seq_len": 4096, **change})
+    choice = choose(problem, "h200")
+    assert choice.matched == "default"
+    assert field in [difference.field for difference in choice.ladder[0].differs]
+    assert supports(choice.config, problem, (9, 0))
+
+
+def test_what_has_only_resident_winners_says_so(tmp_path: Path) -> None:
+    use_table(write(tmp_path / "t.json", table(cell(4096, RESIDENT, min_resident=32))))
+    assert choose(PROBLEM, "h200").ladder[0].differs == (Difference("min_resident", 1, (32,)),)
+
+
+def test_a_window_takes_the_config_measured_without_it_and_says_so(tmp_path: Path) -> None:
+    won = MONOTONE.with_(num_stages=1)
+    use_table(write(tmp_path / "t.json", table(cell(4096, won))))
+    choice = choose(Problem("causal", 128, 4096, window_left=1023), "h200")
+    assert (choice.config, choice.matched, choice.release) == (
+        won,
+        "default",
+        dispatch.DEFAULT_RULE,
+    )
+    assert "measured for causal without the window at seq_len 4096" in choice.reason
+    own = table(cell(4096), cell(4096, MONOTONE.with_(dq_stages=3), window_left=1023))
+    assert own.to_dict()["format"] == 2
+    with_cell = LookupTable.from_json(own.to_json()).find(
+        Problem("causal", 128, 4096, window_left=1023)
+    )
+    assert with_cell is not None
+    assert with_cell[0].served is not None
+    assert with_cell[0].served.config.dq_stages == 3
+
+
+def test_family_names_both_gpus(tmp_path: Path) -> None:
+    use_table(write(tmp_path / "t.json", table(cell(4096))), allow_family=True)
+    kin = choose(Problem("causal", 128, 5000), "h800")
+    assert rungs(kin) == [("exact", False), ("nearest", False), ("family", True)]
+    assert [d.field for d in kin.ladder[-1].differs] == ["gpu", "seq_len", "seq_len_kv"]
+
+
+def test_another_major_compiler_answers_only_when_allowed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path / "t.json", replace(table(cell(4096)), environment={"triton": "2.1.0"}))
+    here = {**environment(), "triton": "3.6.0"}
+    monkeypatch.setattr("dash_kernels.device.environment", lambda index=None: dict(here))
+    use_table(path)
+    refused = choose(PROBLEM, "h200")
+    assert refused.matched == "default"
+    assert refused.ladder[0].differs == (Difference("triton", "3.6.0", ("2.1.0",)),)
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
+    use_table(path, allow_compiler=True)
+    assert choose(PROBLEM, "h200").matched == "exact"
+    here["triton"] = "2.9.9"
+    monkeypatch.setattr(dispatch, "_state", dispatch._State())
+    use_table(path)
+    assert choose(PROBLEM, "h200").matched == "exact"
+
+
+# -- speed and threads ----------------------------------------------------------------------------------------------
+
+
+def test_a_choice_made_once_is_a_dictionary_lookup(tmp_path: Path) -> None:
+    use_table(write(tmp_path / "t.json", table(cell(4096))))
+    first = choose(PROBLEM, "h200")
+    again = Problem("causal", 128, 4096)
+    assert choose(again, "h200") is first
+    plain = {(again, "h200", True, False): first}
+    times = {
+        name: min(timeit.repeat(call, number=2000, repeat=15)) / 2000
+        for name, call in {
+            "choose": lambda: choose(again, "h200"),
+            "dict": lambda: plain[again, "h200", True, False],
+        }.items()
+    }
+    # 5 us on an idle core; where the lookup alone takes long, the machine is loaded and choose() may take as much more.
+    assert times["choose"] < max(5e-6, 6 * times["dict"]), times
+
+
+def test_memory_of_choices_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dispatch, "REMEMBERED", 8)
+    for seq_len in range(1, 40):
+        choose(Problem("causal", 128, seq_len), "h200")
+    assert len(dispatch._state.choices) <= 8
+
+
+def test_threads_agree_on_one_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    paths = [
+        write(tmp_path / f"{name}.json", table(cell(4096), release=name)) for name in ("a", "b")
+    ]
+    barrier = threading.Barrier(8)
+
+    def work(number: int) -> str:
+        barrier.wait()
+        with contextlib.suppress(RuntimeError):  # another thread's table has answered already
+            use_table(paths[number % 2])
+        return choose(Problem("causal", 128, 4096 + number % 3), "h200").release
+
+    with caplog.at_level(logging.INFO, "dash_kernels"), ThreadPoolExecutor(8) as pool:
+        answers = set(pool.map(work, range(8)))
+    assert len(answers) == 1
+    assert len([r for r in caplog.records if "uses lookup table" in r.getMessage()]) == 1
+
+
+# -- the default rule -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
-@pytest.mark.parametrize("head_dim", [8, 64, 104, 128])
+@pytest.mark.parametrize("head_dim", [8, 64, 104, 128, 192, 256])
 @pytest.mark.parametrize("mask", ["full", "causal"])
 def test_the_default_rule_runs_and_is_monotone_everywhere(
     mask: str, head_dim: int, capability: tuple[int, int]
 ) -> None:
     for seq_len in (1, 77, 512, 3000):
         problem = Problem(mask, head_dim, seq_len, dtype="float16")
-        config = dispatch.default_config(problem, capability)
+        config = default_config(problem, capability)
         support = supports(config, problem, capability)
         assert support, support.reason
         grid = TileGrid.for_config(problem, config)
@@ -197,7 +339,7 @@ def test_the_default_rule_runs_and_is_monotone_everywhere(
 
 
 def test_the_default_rule_is_what_the_docs_say() -> None:
-    rule = dispatch.default_config
+    rule = default_config
     assert rule(PROBLEM, (9, 0)).label() == "shortest_first 64x128 descending deferred"
     assert (
         rule(Problem("causal", 64, 4096), (9, 0)).label()
@@ -213,6 +355,36 @@ def test_the_default_rule_is_what_the_docs_say() -> None:
         for s in (2048, 4096)
     ]
     assert tiles == [(64, 128), (64, 64), (64, 64), (32, 64)]
+    blackwell = rule(PROBLEM, (10, 0))
+    assert (blackwell.backend, blackwell.block_m, blackwell.block_n) == ("portable", 64, 128)
+    assert (blackwell.num_warps, blackwell.num_stages) == (8, 3)
+    wide = rule(Problem("causal", 192, 4096), (9, 0))
+    assert (wide.backend, wide.schedule) == ("portable", "shortest_first")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_left": 512},
+        {"mask": "full", "window_left": 512, "window_right": 256},
+        {"mask": "full", "window_left": 512},
+        {"softcap": True},
+        {"varlen": True},
+        {"mask": "full", "varlen": True},
+        {"varlen": True, "window_left": 512},
+        {"head_dim": 192, "head_dim_v": 128},
+    ],
+)
+def test_the_default_rule_runs_every_option(
+    options: dict[str, Any], capability: tuple[int, int]
+) -> None:
+    problem = Problem(**{"mask": "causal", "head_dim": 128, "seq_len": 2048, **options})
+    config = default_config(problem, capability)
+    assert supports(config, problem, capability)
+    grid = TileGrid.for_config(problem, config)
+    launch = Launch(config.launch_order, config.heads_interleaved)
+    assert check(build(config.schedule, grid, config.group), launch, 4).min_resident == 1
 
 
 def test_unordered_is_labelled_and_has_no_key() -> None:
@@ -246,90 +418,6 @@ def test_a_device_that_is_none_is_named(device: str) -> None:
         choose(PROBLEM, device)
 
 
-BITS = {
-    "capability": "9.0",
-    "torch": "2.11.0",
-    "triton": "3.6.0",
-    "ptxas": "12.9.86",
-    "kernel_hash": "k",
-}
-
-
-def test_a_key_changes_with_what_can_change_bits_and_with_nothing_else() -> None:
-    def key(config: Config = MONOTONE, dtype: str = "bfloat16", **env: str) -> str:
-        return numerics.config_key(config, dtype=dtype, head_dim=128, environment=BITS | env)
-
-    cannot = {
-        "num_stages": 3,
-        "dq_stages": 3,
-        "signal": "plain",
-        "launch_order": "ascending",
-        "heads_interleaved": 4,
-    }
-    can = {"backend": "portable", "schedule": "ascending", "group": 2, "policy": "two_pass",
-           "block_m": 128, "block_n": 64, "num_warps": 4}  # fmt: skip
-    assert set(cannot) | set(can) == {f.name for f in fields(Config)}
-    assert {key(MONOTONE.with_(**{name: value})) for name, value in cannot.items()} == {key()}
-    changed = [key(MONOTONE.with_(**{name: value})) for name, value in can.items()]
-    changed += [key(dtype="float16"), *(key(**{name: "other"}) for name in BITS)]
-    assert len({key(), *changed}) == 1 + len(changed)
-    assert key(driver="1", sms="66", gpu="h100") == key()
-
-
-def test_a_process_key_is_kept_or_refused(tmp_path: Path) -> None:
-    use_table(write(tmp_path / "t.json", table(cell(4096))))
-    mine = numerics_key("h200")
-    require_numerics(mine, "h200")
-    with pytest.raises(
-        numerics.NumericsError, match=r"the checkpoint asks for 0123.*table h200-test"
-    ):
-        require_numerics("0123", "h200")
-
-
-def test_a_process_key_is_of_bits_and_not_of_speed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys = []
-    for name, content in {
-        "same": table(cell(4096)),
-        "faster": table(cell(4096, MONOTONE.with_(num_stages=1)), release="h200-next"),
-        "tiles": table(cell(4096, MONOTONE.with_(block_m=128))),
-    }.items():
-        monkeypatch.setattr(dispatch, "_state", dispatch._State())
-        use_table(write(tmp_path / f"{name}.json", content))
-        keys.append(numerics_key("h200"))
-    assert keys[0] == keys[1] != keys[2]
-
-
-def test_check_ranks_passes_alone_and_names_a_missing_init(monkeypatch: pytest.MonkeyPatch) -> None:
-    check_ranks()
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(RuntimeError, match="init_process_group"):
-        check_ranks()
-
-
-@pytest.mark.parametrize("differ", ["", "table", "key"])
-def test_check_ranks_names_the_ranks_that_differ(
-    monkeypatch: pytest.MonkeyPatch, differ: str
-) -> None:
-    import torch.distributed as dist
-
-    def gather(into: list[object], mine: tuple[str, str, str], group: object = None) -> None:
-        release, digest, key = mine
-        theirs = (release, "d" * 64 if differ == "table" else digest, "k" if differ else key)
-        into[:] = [mine, mine, theirs]
-
-    monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(dist, "get_world_size", lambda group=None: 3)
-    monkeypatch.setattr(dist, "all_gather_object", gather)
-    if not differ:
-        check_ranks()
-        return
-    what = {"table": "lookup table", "key": "numerics key"}[differ]
-    with pytest.raises(numerics.NumericsError, match=f"ranks 2 differ from rank 0 in their {what}"):
-        check_ranks()
-
-
 def test_every_shipped_table_is_sound_and_every_served_config_runs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -341,7 +429,3 @@ def test_every_shipped_table_is_sound_and_every_served_config_runs(
             assert each.served is not None
             assert each.served.servable
             assert supports(each.served.config, each.problem, GPUS[gpu].capability)
-
-
-def test_environment_gives_what_a_key_needs() -> None:
-    assert set(BITS) <= set(environment())

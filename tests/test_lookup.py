@@ -80,7 +80,7 @@ def _set(path: list[Any], value: Any) -> Any:
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (_set(["format"], 2), "format is 2; this version reads format 1"),
+        (_set(["format"], 3), "format is 3; this version reads formats 1 and 2"),
         (_without("release"), "release is missing"),
         (_set(["cells"], {}), "cells is {}; expected list"),
         (_set(["cells", 0, "mask"], "casual"), r"cells\[0\]: mask is 'casual'"),

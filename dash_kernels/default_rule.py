@@ -1,0 +1,66 @@
+"""What runs where nothing has been measured: one rule of shapes, options and compute capability, the same everywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from dash_kernels.problem import Config, Problem, padded_head_dim, supports
+
+DEFAULT_RULE = "default-2"  # name of default_config(); a change of the rule is a new name, and a new numerics key
+HOPPER_CLASS = (
+    9  # major capability from which an SM has the shared memory for a large tile in three stages
+)
+PORTABLE_TILES = {  # padded head_dim -> (block_m, block_n, num_stages), the first that fits is taken
+    64: ((64, 128, 3), (64, 64, 3), (64, 64, 2), (32, 64, 2)),
+    128: ((64, 128, 3), (64, 64, 3), (64, 64, 2), (32, 64, 2)),
+    256: ((64, 64, 2), (32, 64, 2), (32, 32, 2)),
+}
+
+
+def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
+    """The rule where nothing has been measured.
+
+    Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its largest tile,
+    the signal deferred at head_dim 128 and plain at 64. Where the Hopper kernel does not run the problem, the portable
+    one: 64x128 tiles in three stages up to head_dim 128 on chips with Hopper's shared memory. On smaller ones a
+    128-row tile up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128. Three stages
+    where they fit, because with two no copy of a Q tile runs beside a step.
+
+    Raises ValueError, with the last candidate's reason, where no backend runs the problem.
+    """
+    support = None
+    for config in _candidates(problem, capability):
+        support = supports(config, problem, capability)
+        if support:
+            return config
+    assert support is not None
+    raise ValueError(
+        f"no config runs this problem on compute capability {capability[0]}.{capability[1]}: {support.reason}"
+    )
+
+
+def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Config]:
+    dim = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
+    one_sided = problem.causal or (problem.window_left >= 0 and problem.window_right < 0)
+    order = (
+        Config(schedule="shortest_first", launch_order="descending")
+        if one_sided
+        else Config(schedule="ascending", launch_order="ascending", heads_interleaved=4)
+    )
+    if capability[0] == 9 and dim <= 128:
+        yield order.with_(
+            backend="hopper",
+            block_m=128 if dim == 64 else 64,
+            signal="deferred" if dim == 128 else "plain",
+        )
+    portable = order.with_(backend="portable", signal="plain")
+    if capability[0] < HOPPER_CLASS and dim <= 128:
+        short = problem.seq_len_kv <= 2048
+        tile = {
+            "block_n": 128 if dim == 64 and short else 64,
+            "block_m": 64 if dim == 64 or short else 32,
+        }
+        yield portable.with_(num_stages=3, **tile)
+        yield portable.with_(num_stages=2, **tile)
+    for block_m, block_n, num_stages in PORTABLE_TILES[dim]:
+        yield portable.with_(block_m=block_m, block_n=block_n, num_stages=num_stages)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from dash_kernels.schedules.check import turn_owners
 from dash_kernels.schedules.launch import Launch
 from dash_kernels.schedules.registry import fitting_launch
-from dash_kernels.schedules.schedule import Schedule, Tile, shortened
+from dash_kernels.schedules.schedule import Schedule, Tile, for_group, shortened
 
 
 class DeadlockError(RuntimeError):
@@ -28,7 +28,7 @@ class DeadlockError(RuntimeError):
 
 
 class GanttRow(NamedTuple):
-    """One tile: it computes for ``c`` from ``start``, waits for its turn, reduces until ``end``."""
+    """One tile: it computes for ``c`` from ``start``, waits for its turn, reduces until ``end``. ``head`` is a query head."""
 
     slot: int
     head: int
@@ -63,11 +63,13 @@ def simulate(
     heads: int = 1,
     launch: Launch | None = None,
     *,
+    head_group: int = 1,
     gantt: bool = True,
 ) -> Simulation:
     """Run ``heads`` heads of a schedule on ``slots`` slots.
 
-    ``c`` is a tile's compute cost, ``r`` its reduce cost, ``l`` the time from the end of a reduce until the next turn
+    With a ``head_group`` they are KV heads of so many query heads each, and a CTA walks each of its visits once for
+    every one of these. ``c`` is a tile's compute cost, ``r`` its reduce cost, ``l`` the time from the end of a reduce until the next turn
     sees its signal. ``launch`` defaults to the one that fits the kind; ``gantt=False`` leaves out the rows. Raises
     ValueError for a cost, count or schedule that makes no sense, DeadlockError naming the chain of waits if the
     schedule does not end on so few slots.
@@ -80,8 +82,9 @@ def simulate(
             raise ValueError(f"{name} is {cost!r}; it must be a finite cost of 0 or more")
     if launch is None:
         launch = fitting_launch(schedule)
-    turn_owners(schedule)
-    return _Run(schedule, launch, slots, heads, (c, r, l), gantt).to_end()
+    walked = for_group(schedule, head_group)
+    turn_owners(walked, head_group)
+    return _Run(walked, launch, slots, heads, head_group, (c, r, l), gantt).to_end()
 
 
 class _Run:
@@ -98,12 +101,14 @@ class _Run:
         launch: Launch,
         slots: int,
         heads: int,
+        head_group: int,
         costs: tuple[float, float, float],
         gantt: bool,
     ) -> None:
         self.schedule, self.launch, self.slots, self.heads = schedule, launch, slots, heads
         self.costs, self.gantt = costs, gantt
-        num_cells = heads * schedule.grid.num_m
+        self.head_group, self.num_m = head_group, schedule.grid.num_m
+        num_cells = heads * head_group * self.num_m
         self.arrived = [0] * num_cells
         self.signal: list[float] = [0] * num_cells
         self.waiting: dict[tuple[int, int], _Item] = {}
@@ -135,14 +140,14 @@ class _Run:
 
     def _advance(self, started: _Item) -> None:
         """Take ``started``, and every item that its reduces let go on, as far as they get."""
-        num_m = self.schedule.grid.num_m
+        num_m, cells_of_head = self.num_m, self.head_group * self.num_m
         c, r, latency = self.costs
         arrived, signal = self.arrived, self.signal
         ready = [started]
         while ready:
             item = ready.pop()
             tiles, turns = self.schedule.visit[item.index], self.schedule.turn[item.index]
-            base, step, now = item.head * num_m, item.step, item.now
+            base, step, now = item.head * cells_of_head, item.step, item.now
             while step < len(tiles):
                 n_block, m_block = tiles[step]
                 cell = base + m_block
@@ -155,8 +160,8 @@ class _Run:
                 end = reduce_start + r
                 self.stalls[item.slot] += reduce_start - computed
                 if self.gantt:
-                    row = (item.slot, item.head, n_block, m_block, now, reduce_start, end)
-                    self.rows.append(GanttRow(*row))
+                    tile = (cell // num_m, n_block, m_block % num_m)
+                    self.rows.append(GanttRow(item.slot, *tile, now, reduce_start, end))
                 now = end
                 step += 1
                 signal[cell] = end + latency
@@ -171,8 +176,8 @@ class _Run:
 
     def _deadlock(self) -> DeadlockError:
         """Follow waits from the lowest slot until one comes round again or leads to an item without a slot."""
-        owners = turn_owners(self.schedule)
-        num_m = self.schedule.grid.num_m
+        owners = turn_owners(self.schedule, self.head_group)
+        cells_of_head = self.head_group * self.num_m
         held = {(item.head, item.index): item for item in self.waiting.values()}
         item = min(held.values(), key=lambda item: item.slot)
         path: list[tuple[int, int]] = []
@@ -181,13 +186,13 @@ class _Run:
         reason = ""
         while (key := (item.head, item.index)) not in path:
             path.append(key)
-            n_block, m_block = tile = self.schedule.visit[item.index][item.step]
-            owner, owner_step = owners[m_block][self.arrived[item.head * num_m + m_block]]
-            awaited = self.schedule.visit[owner][owner_step]
-            tiles.append(tile)
-            hops.append(f"KV tile {n_block} waits at Q tile {m_block} for KV tile {awaited[0]}")
+            n_block, cell = self.schedule.visit[item.index][item.step]
+            owner, owner_step = owners[cell][self.arrived[item.head * cells_of_head + cell]]
+            awaited, m_block = self.schedule.visit[owner][owner_step][0], cell % self.num_m
+            tiles.append((n_block, m_block))
+            hops.append(f"KV tile {n_block} waits at Q tile {m_block} for KV tile {awaited}")
             if (item.head, owner) not in held:
-                tiles.append(awaited)
+                tiles.append((awaited, m_block))
                 reason = f"which has no slot; all {self.slots} are taken by items that wait"
                 break
             item = held[item.head, owner]

@@ -18,6 +18,7 @@ from dash_kernels.schedules import (
     check,
     default_launch,
 )
+from dash_kernels.schedules.schedule import for_group
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
@@ -165,12 +166,18 @@ class TestOutsideTheConditions:
 
 
 def assert_obeys_the_model(
-    result: Simulation, schedule: Schedule, launch: Launch, heads: int, c: int, r: int, latency: int
-) -> None:
+    result: Simulation, schedule: Schedule, launch: Launch, heads: int, head_group: int,
+    costs: tuple[int, int, int],
+) -> None:  # fmt: skip
     """Every phase starts as soon as the model lets it, and no sooner, and every tile is there once."""
-    slots = len(result.stalls)
-    assert len(result.rows) == heads * schedule.num_steps
-    row_of = {(row.head, row.n_block, row.m_block): row for row in result.rows}
+    c, r, latency = costs
+    slots, num_m = len(result.stalls), schedule.grid.num_m
+    assert len(result.rows) == heads * head_group * schedule.num_steps
+    schedule = for_group(schedule, head_group)
+    row_of = {
+        (row.head // head_group, row.n_block, row.head % head_group * num_m + row.m_block): row
+        for row in result.rows
+    }
     signals: dict[tuple[int, int, int], int] = {}
     for item, tiles in enumerate(schedule.visit):
         for (n_block, m_block), turn in zip(tiles, schedule.turn[item], strict=True):
@@ -188,7 +195,9 @@ def assert_obeys_the_model(
         assert free[slot] == now
         for (n_block, m_block), turn in zip(tiles, schedule.turn[item], strict=True):
             reduce_start = max(now + c, signals.get((head, m_block, turn - 1), 0))
-            row = GanttRow(slot, head, n_block, m_block, now, reduce_start, reduce_start + r)
+            query_head = head * head_group + m_block // num_m
+            tile = (query_head, n_block, m_block % num_m)
+            row = GanttRow(slot, *tile, now, reduce_start, reduce_start + r)
             assert row_of[head, n_block, m_block] == row
             stalls[slot] += reduce_start - now - c
             busy[slot] += c + r
@@ -205,8 +214,12 @@ def assert_obeys_the_model(
 @st.composite
 def runs(draw: st.DrawFn) -> tuple[Schedule, Launch, int]:
     size, block = st.integers(1, 20), st.integers(1, 4)
-    grid = TileGrid(draw(size), draw(size), draw(block), draw(block), draw(st.booleans()))
     kind = draw(st.sampled_from(list(SCHEDULES)))
+    window = (-1, -1)
+    if "window" in SCHEDULES[kind].masks:
+        window = draw(st.just(window) | st.tuples(st.integers(-1, 20), st.integers(-1, 20)))
+    sizes = draw(size), draw(size), draw(block), draw(block)
+    grid = TileGrid(*sizes, draw(st.booleans()), *window)
     group = draw(st.integers(1, 4)) if SCHEDULES[kind].takes_group else 1
     order = st.sampled_from(["ascending", "descending"])
     launch = Launch(draw(order), draw(st.integers(0, 3)))
@@ -215,16 +228,20 @@ def runs(draw: st.DrawFn) -> tuple[Schedule, Launch, int]:
 
 class TestModel:
     @settings(max_examples=200)
-    @given(runs(), st.integers(0, 5), st.tuples(*[st.integers(0, 4)] * 3))
+    @given(runs(), st.integers(1, 3), st.integers(0, 5), st.tuples(*[st.integers(0, 4)] * 3))
     def test_gantt_chart_obeys_the_model(
-        self, run: tuple[Schedule, Launch, int], spare: int, costs: tuple[int, int, int]
+        self,
+        run: tuple[Schedule, Launch, int],
+        head_group: int,
+        spare: int,
+        costs: tuple[int, int, int],
     ) -> None:
         schedule, launch, heads = run
-        slots = check(schedule, launch, heads).min_resident + spare
-        c, r, l = costs  # noqa: E741
-        result = simulate(schedule, slots, c, r, l, heads, launch)
-        assert_obeys_the_model(result, schedule, launch, heads, c, r, l)
-        without = simulate(schedule, slots, c, r, l, heads, launch, gantt=False)
+        slots = check(schedule, launch, heads, head_group).min_resident + spare
+        how = (schedule, slots, *costs, heads, launch)
+        result = simulate(*how, head_group=head_group)
+        assert_obeys_the_model(result, schedule, launch, heads, head_group, costs)
+        without = simulate(*how, head_group=head_group, gantt=False)
         assert without.rows == ()
         assert (without.makespan, without.stalls, without.busy, without.utilisation) == (
             result.makespan,
@@ -234,17 +251,31 @@ class TestModel:
         )
 
     @settings(max_examples=150)
-    @given(runs())
+    @given(runs(), st.integers(1, 3))
     def test_one_slot_less_than_min_resident_is_a_deadlock(
-        self, run: tuple[Schedule, Launch, int]
+        self, run: tuple[Schedule, Launch, int], head_group: int
     ) -> None:
         schedule, launch, heads = run
-        needed = check(schedule, launch, heads).min_resident
-        simulate(schedule, needed, heads=heads, launch=launch)
+        needed = check(schedule, launch, heads, head_group).min_resident
+        simulate(schedule, needed, heads=heads, launch=launch, head_group=head_group)
         if needed > 1:
             with pytest.raises(DeadlockError, match=f"on {needed - 1} slots never ends") as caught:
-                simulate(schedule, needed - 1, heads=heads, launch=launch)
+                simulate(schedule, needed - 1, heads=heads, launch=launch, head_group=head_group)
             assert len(caught.value.tiles) >= 2
+            assert all(m < schedule.grid.num_m for _, m in caught.value.tiles)
+
+    @pytest.mark.parametrize("causal", [False, True])
+    def test_ascending_of_a_group_is_as_long_as_of_its_heads_in_turn(self, causal: bool) -> None:
+        for n, m, c, r in ((1, 2, 5, 2), (6, 3, 5, 2), (9, 4, 2, 5)):
+            schedule = build("ascending", square(n, causal))
+            assert makespan(schedule, n, 1, c, r, head_group=m) == ascending(n, m, c, r)
+            assert makespan(schedule, n, 2, c, r, head_group=m) == ascending(n, 2 * m, c, r)
+
+    def test_a_window_without_a_bubble(self) -> None:
+        """Each KV tile has 4 Q tiles, one later than its neighbour; by descending KV none meets another."""
+        grid = TileGrid(64, 64, 1, 1, True, 3)
+        assert makespan(build("shortest_first", grid), 64, 1, 5, 2) == 4 * 7
+        assert makespan(build("ascending", grid), 64, 1, 5, 2) > 4 * 7
 
     @pytest.mark.parametrize("kind", list(SCHEDULES))
     @pytest.mark.parametrize("causal", [False, True])

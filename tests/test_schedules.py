@@ -22,6 +22,7 @@ from dash_kernels.schedules import (
     pack,
     registry,
 )
+from dash_kernels.schedules.schedule import for_group
 
 settings.register_profile("unhurried", deadline=None)
 settings.load_profile("unhurried")
@@ -57,10 +58,12 @@ def edited(
     return replace(schedule, visit=tuple(visits), turn=tuple(turns))
 
 
-def rests_with(schedule: Schedule, launch: Launch, heads: int, slots: int) -> bool:
+def rests_with(
+    schedule: Schedule, launch: Launch, heads: int, slots: int, head_group: int = 1
+) -> bool:
     """Whether all items end on so many slots: tickets one by one, every head apart, nothing closed-form."""
     order = launch.item_order(schedule)
-    arrived = [[0] * schedule.grid.num_m for _ in range(heads)]
+    arrived = [[0] * (head_group * schedule.grid.num_m) for _ in range(heads)]
     at = [[0] * len(order) for _ in range(heads)]
     resident: list[tuple[int, int]] = []
     ticket = 0
@@ -381,6 +384,43 @@ class TestMinResident:
         needed = check(schedule, launch, total).min_resident
         assert rests_with(schedule, launch, total, needed)
         assert needed == 1 or not rests_with(schedule, launch, total, needed - 1)
+
+    @settings(max_examples=200)
+    @given(schedules(), launches, st.integers(1, 4), st.integers(2, 4))
+    def test_of_repeated_visits(
+        self, schedule: Schedule, launch: Launch, total: int, head_group: int
+    ) -> None:
+        """Groups of query heads: each visit once for each. Monotone kinds do not notice; others may need more slots."""
+        alone = check(schedule, launch, total).min_resident
+        needed = check(schedule, launch, total, head_group).min_resident
+        assert (needed == 1) == (alone == 1)
+        assert needed >= alone
+        walked = for_group(schedule, head_group)
+        assert rests_with(walked, launch, total, needed, head_group)
+        assert needed == 1 or not rests_with(walked, launch, total, needed - 1, head_group)
+
+    def test_a_kind_that_waits_may_need_more_slots_for_groups(self) -> None:
+        schedule = build("grouped_shift", TileGrid(3, 6, 1, 1), 6)
+        assert check(schedule).min_resident == 5
+        assert check(schedule, head_group=3).min_resident == 6
+
+    def test_a_cycle_that_only_repeated_visits_form(self) -> None:
+        """Q tile 0 adds 2, 3, 0, 1 and Q tile 1 adds 2, 0, 1, 3.
+
+        Of the second head, KV tile 0 waits at Q tile 0 for KV tile 3, whose CTA waits at Q tile 1 of the first head for
+        KV tile 1, which comes after KV tile 0 of both.
+        """
+        visit = tuple(tuple((n, m) for n in item for m in range(2)) for item in ((0, 1), (2, 3)))
+        turn = ((2, 1, 3, 2), (0, 0, 1, 3))
+        schedule = Schedule("planted", TileGrid(2, 4, 1, 1), 1, ((0, 1), (2, 3)), visit, turn)
+        check(schedule)
+        with pytest.raises(ScheduleError, match="form a cycle") as caught:
+            check(schedule, head_group=2)
+        assert set(caught.value.tiles) == {(0, 0), (3, 1)}
+
+    def test_bad_group_is_named(self) -> None:
+        with pytest.raises(ScheduleError, match="head_group is 0; it must be a positive integer"):
+            check(build("shift", square(4, False)), head_group=0)
 
     @given(schedules(), st.sampled_from(["ascending", "descending"]), st.integers(1, 5))
     def test_all_heads_interleaved(self, schedule: Schedule, order: str, total: int) -> None:

@@ -9,7 +9,13 @@ from itertools import groupby, pairwise
 from dash_kernels.schedules.launch import Launch
 from dash_kernels.schedules.pack import mask_bounds
 from dash_kernels.schedules.registry import fitting_launch
-from dash_kernels.schedules.schedule import Schedule, ScheduleError, Tile, shortened
+from dash_kernels.schedules.schedule import (
+    Schedule,
+    ScheduleError,
+    Tile,
+    for_group,
+    shortened,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +47,18 @@ class CheckReport:
 
 
 def check(
-    schedule: Schedule, launch: Launch | None = None, total_heads: int | None = None
+    schedule: Schedule,
+    launch: Launch | None = None,
+    total_heads: int | None = None,
+    head_group: int = 1,
 ) -> CheckReport:
     """Prove a schedule and find ``min_resident`` under ``launch`` (by default the one that fits its kind).
 
     Proven: every KV tile belongs to one item; every (KV, Q) tile with an unmasked pair is visited exactly once and
     no other is; an item walks its KV tiles one after another, and of each the tiles that need a mask (with a window:
     those that need none) are contiguous; the turns of a Q tile are 0..k-1; program order and turns form no cycle. Raises ScheduleError naming the tiles at
-    fault. ``total_heads`` (batch x heads) is needed only where a launch interleaves all heads of a kind that is not
+    fault. ``head_group`` query heads share a KV head: its CTAs walk each visit once for each (``for_group``), which a
+    monotone kind does not notice, while others may need more slots. ``total_heads`` (batch x KV heads) is needed only where a launch interleaves all heads of a kind that is not
     monotone, because there min_resident grows with them; without it that case raises ValueError.
     """
     if launch is None:
@@ -59,16 +69,20 @@ def check(
     order = launch.item_order(schedule)
     unfinished = _unfinished_after(schedule, order, owners)
     if not any(unfinished):
-        return CheckReport(launch, 1, None)
+        return CheckReport(
+            launch, 1, None
+        )  # with groups too: whoever starts finds every earlier turn given
+    early_wait = _early_wait(schedule, order, owners)
+    if head_group != 1:
+        walked = for_group(schedule, head_group)
+        unfinished = _unfinished_after(walked, order, turn_owners(walked, head_group))
     if launch.heads == 0 and total_heads is None:
         raise ValueError(
             f"schedule {schedule.kind} launched {launch.order} with all heads interleaved needs more slots the more "
             f"heads there are: pass total_heads"
         )
     heads = launch.interleaved(total_heads) if total_heads is not None else launch.heads
-    return CheckReport(
-        launch, _min_resident(unfinished, heads), _early_wait(schedule, order, owners)
-    )
+    return CheckReport(launch, _min_resident(unfinished, heads), early_wait)
 
 
 def _check_items(schedule: Schedule) -> None:
@@ -143,11 +157,16 @@ def _check_q_tiles(schedule: Schedule, n_block: int, m_blocks: tuple[int, ...]) 
         )
 
 
-def turn_owners(schedule: Schedule) -> list[list[tuple[int, int]]]:
-    """For each Q tile, the (item, step) of each turn; raises ScheduleError unless its turns are 0..k-1."""
+def turn_owners(schedule: Schedule, head_group: int = 1) -> list[list[tuple[int, int]]]:
+    """For each Q tile, the (item, step) of each turn; raises ScheduleError unless its turns are 0..k-1.
+
+    A schedule that :func:`for_group` made has the Q tiles of ``head_group`` heads.
+    """
     nobody = (-1, -1)
     owners: list[list[tuple[int, int]]] = [
-        [nobody] * len(schedule.grid.kv_tiles(m_block)) for m_block in range(schedule.grid.num_m)
+        [nobody] * len(schedule.grid.kv_tiles(m_block))
+        for _ in range(head_group)
+        for m_block in range(schedule.grid.num_m)
     ]
     for item, (tiles, turns) in enumerate(zip(schedule.visit, schedule.turn, strict=True)):
         if len(tiles) != len(turns):
@@ -182,7 +201,7 @@ def _unfinished_after(
     that starts items in launch order, and lets each advance while its turns have come, answers for every number of
     slots. Raises ScheduleError naming a cycle if some item never ends.
     """
-    arrived = [0] * schedule.grid.num_m
+    arrived = [0] * len(owners)
     at = [0] * len(schedule.items)
     waiting: dict[tuple[int, int], int] = {}
     unfinished = []
@@ -227,11 +246,12 @@ def _cycle_error(
         m_block = schedule.visit[item][at[item]][1]
         item = owners[m_block][arrived[m_block]][0]
     cycle = path[path.index(item) :]
-    tiles = [schedule.visit[i][at[i]] for i in cycle]
-    awaited = []
-    for _, m_block in tiles:
+    num_m = schedule.grid.num_m
+    tiles, awaited = [], []
+    for n_block, m_block in (schedule.visit[i][at[i]] for i in cycle):
         owner, step = owners[m_block][arrived[m_block]]
-        awaited.append(schedule.visit[owner][step])
+        tiles.append((n_block, m_block % num_m))
+        awaited.append((schedule.visit[owner][step][0], m_block % num_m))
     hops = [
         f"(KV {n_block}, Q {m_block}) waits for the turn of (KV {after[0]}, Q {after[1]})"
         for (n_block, m_block), after in zip(tiles, awaited, strict=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from dash_kernels.schedules.grid import TileGrid
@@ -42,6 +43,32 @@ class Schedule:
     def num_steps(self) -> int:
         """Number of (KV, Q) tiles of the head."""
         return sum(len(tiles) for tiles in self.visit)
+
+
+def for_group(schedule: Schedule, head_group: int) -> Schedule:
+    """What a CTA walks when a KV head serves ``head_group`` query heads: each KV tile's visit once for each, in order.
+
+    dK and dV stay where they are meanwhile. Every query head has Q tiles of its own: those of member ``g`` are
+    numbered from ``g * num_m``, so ``m_block % num_m`` is the Q tile. Raises ScheduleError for a group below 1.
+    """
+    if not isinstance(head_group, int) or isinstance(head_group, bool) or head_group < 1:
+        raise ScheduleError(f"head_group is {head_group!r}; it must be a positive integer")
+    if head_group == 1:
+        return schedule
+    num_m = schedule.grid.num_m
+    visits: list[tuple[Tile, ...]] = []
+    turns: list[tuple[int, ...]] = []
+    for tiles, of_tiles in zip(schedule.visit, schedule.turn, strict=True):
+        walk: list[Tile] = []
+        order: list[int] = []
+        for n_block, run in groupby(zip(tiles, of_tiles, strict=True), key=lambda step: step[0][0]):
+            steps = [(m_block, turn) for (_, m_block), turn in run]
+            for member in range(head_group):
+                walk += [(n_block, member * num_m + m_block) for m_block, _ in steps]
+                order += [turn for _, turn in steps]
+        visits.append(tuple(walk))
+        turns.append(tuple(order))
+    return replace(schedule, visit=tuple(visits), turn=tuple(turns))
 
 
 def one_tile_an_item(grid: TileGrid) -> tuple[tuple[int, ...], ...]:

@@ -23,6 +23,7 @@ from tuner.plan import Item, Summary, SweepSettings
 from tuner.policy import MeasurementPolicy
 from tuner.report import duration, failure_line, make_reporter
 from tuner.results import Store
+from tuner.results.rows import LEASE_S
 from tuner.resume import nothing_to_do, remembered_environment
 from tuner.space import Candidate, SpaceFilter, space, validate
 from tuner.sweep import Sweep, items_of
@@ -39,7 +40,10 @@ class UsageError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class SweepRequest:
-    """What ``dash-tune`` was asked to do. ``measurer`` and ``compiler`` are worker handlers (tests bring their own)."""
+    """What ``dash-tune`` was asked to do. ``measurer`` and ``compiler`` are worker handlers (tests bring their own).
+
+    ``share`` and ``lease_s`` are those of :class:`SweepSettings`.
+    """
 
     gpu: str
     filters: SpaceFilter = field(default_factory=SpaceFilter)
@@ -49,6 +53,8 @@ class SweepRequest:
     compile_timeout_s: float = 240.0
     jobs: int = 0
     engine: str = "local"
+    share: str = ""
+    lease_s: float = LEASE_S
     fresh: bool = False
     retry: bool = False
     compile_only: bool = False
@@ -261,6 +267,8 @@ def _settings(request: SweepRequest, target: Target) -> SweepSettings:
         budget_s=request.budget_s,
         fresh=request.fresh,
         retry=request.retry,
+        share=request.share,
+        lease_s=request.lease_s,
         simulate=request.simulate,
         model=request.simulate or (target.spec is not None and not request.compile_only),
         asked=bool(filters.schedules or filters.tiles or filters.stages),
@@ -322,6 +330,7 @@ def _conclude(
         values = {
             "ok": summary.counts["ok"],
             "resumed": summary.resumed,
+            "elsewhere": summary.elsewhere,
             "failed_before": summary.failed_before,
             "pruned": summary.pruned,
             "left": summary.left,
@@ -337,6 +346,8 @@ def _conclude(
         f"{summary.counts['ok']} ok, {sum(classes.values())} failed, {summary.resumed} from before",
         end="",
     )
+    if summary.elsewhere:
+        print(f", {summary.elsewhere} by other processes", end="")
     print(f", in {duration(summary.seconds)}; rows in {store.where}")
     if summary.pruned:
         need = "more CTAs at once or more shared memory"

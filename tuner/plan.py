@@ -9,6 +9,7 @@ from typing import Protocol
 from dash_kernels.problem import Config, Problem
 from tuner.policy import MeasurementPolicy
 from tuner.results import ResultRow
+from tuner.results.rows import LEASE_S
 from tuner.space import Candidate
 
 
@@ -18,6 +19,8 @@ class SweepSettings:
 
     ``sms`` is 0 where only the GPU itself can tell. ``model``: predict times, to try first what promises most.
     ``asked``: the user named what to try, so a candidate that cannot run gets a row instead of being left out.
+    ``share`` names the processes that do a fresh sweep together (one that resumes is shared by all); a claim of one that
+    is silent for ``lease_s`` seconds returns to the others.
     """
 
     gpu: str
@@ -34,6 +37,8 @@ class SweepSettings:
     model: bool = False
     asked: bool = False
     backend: str = ""
+    share: str = ""
+    lease_s: float = LEASE_S
     policy: MeasurementPolicy = field(default_factory=MeasurementPolicy)
 
 
@@ -44,6 +49,8 @@ class Reporter(Protocol):
 
     def row(self, row: ResultRow) -> None: ...
 
+    def elsewhere(self, count: int) -> None: ...
+
     def note(self, text: str) -> None: ...
 
     def tick(self) -> None: ...
@@ -51,7 +58,8 @@ class Reporter(Protocol):
 
 @dataclass
 class Summary:
-    """What a sweep did. ``resumed`` candidates had rows before (``failed_before`` of them failures).
+    """What a sweep did. ``resumed`` candidates had rows before, other processes gave ``elsewhere`` theirs meanwhile
+    (``failed_before`` of both failures).
 
     ``left`` are those it did not come to, ``pruned`` those that cannot run on this chip and were not asked for,
     ``unsettled`` those whose median is known less exactly than the policy asks. ``gpu_busy`` is the share of the GPUs'
@@ -61,6 +69,7 @@ class Summary:
     counts: Counter[str] = field(default_factory=Counter)
     failures: list[ResultRow] = field(default_factory=list)
     resumed: int = 0
+    elsewhere: int = 0
     failed_before: int = 0
     usable: int = 0
     pruned: int = 0
@@ -92,7 +101,7 @@ class Item:
     prove_key: str
     predict_key: str
     kernel_key: str = ""
-    state: str = "waiting"  # waiting, running, done
+    state: str = "waiting"  # waiting, running, elsewhere (another process has it), done
 
     @property
     def problem(self) -> Problem:

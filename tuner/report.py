@@ -22,7 +22,7 @@ class Progress:
     """Counts that every reporter shows. ``best`` holds the fastest deterministic row of each shape."""
 
     def __init__(self) -> None:
-        self.total = self.resumed = self.done = self.failed = 0
+        self.total = self.resumed = self.elsewhere = self.done = self.failed = 0
         self.best: dict[str, ResultRow] = {}
         self.started, self.budget_s = time.monotonic(), 0.0
 
@@ -49,7 +49,8 @@ class Progress:
         if not self.done:
             return None
         spent = time.monotonic() - self.started
-        left = spent / self.done * (self.total - self.done)
+        done = self.done + self.elsewhere
+        left = spent / done * (self.total - done)
         return min(left, max(0.0, self.budget_s - spent)) if self.budget_s else left
 
     def headline(self) -> str:
@@ -57,9 +58,11 @@ class Progress:
         parts = [f"{self.done}/{self.total} configs"]
         if self.resumed:
             parts.append(f"{self.resumed} from before")
+        if self.elsewhere:
+            parts.append(f"{self.elsewhere} by other processes")
         if self.failed:
             parts.append(f"{self.failed} failed")
-        if left is not None and self.done < self.total:
+        if left is not None and self.done + self.elsewhere < self.total:
             parts.append(f"about {duration(left)} left")
         return ", ".join(parts)
 
@@ -84,6 +87,9 @@ class PlainReporter:
         if first or time.monotonic() - self._last >= PLAIN_EVERY_S:
             self._last = time.monotonic()
             self.note(self.progress.headline() + f"; {row_line(row)}")
+
+    def elsewhere(self, count: int) -> None:
+        self.progress.elsewhere += count
 
     def note(self, text: str) -> None:
         print(text, file=self._stream, flush=True)
@@ -138,6 +144,9 @@ class LiveReporter:
         if row.status != "ok":
             self.note(failure_line(row))
 
+    def elsewhere(self, count: int) -> None:
+        self.progress.elsewhere += count
+
     def note(self, text: str) -> None:
         self._live.console.print(text, markup=False, highlight=False)
 
@@ -157,7 +166,11 @@ class LiveReporter:
             table.add_column(name, justify="left" if name in ("shape", "config") else "right")
         for shape, row in sorted(self.progress.best.items()):
             table.add_row(shape, *_columns(row))
-        bar = ProgressBar(total=max(1, self.progress.total), completed=self.progress.done, width=60)
+        bar = ProgressBar(
+            total=max(1, self.progress.total),
+            completed=self.progress.done + self.progress.elsewhere,
+            width=60,
+        )
         return Group(table, bar, self.progress.headline())
 
 

@@ -1,7 +1,8 @@
 """The sweep: hands candidates to processes in order, writes one row for each as soon as its fate is known.
 
 Nothing is kept only in memory: a sweep that was stopped, killed or ran out of budget goes on with the same command,
-because what has a row is not done again.
+because what has a row is not done again. Several commands may work on one sweep at once: each takes a claim on a
+candidate before it begins (``tuner.engines.share``).
 """
 
 from __future__ import annotations
@@ -15,9 +16,12 @@ from typing import Any
 from dash_kernels.problem import Config, Problem
 from tuner.compile import prediction_identity, schedule_identity
 from tuner.engines.local import Pool, Slot
+from tuner.engines.share import Share
 from tuner.plan import Item, Reporter, Summary, SweepSettings
 from tuner.preparation import Preparation
 from tuner.results import ResultRow, Store, config_hash
+from tuner.results.claims import Claim
+from tuner.results.rows import short_hash
 from tuner.resume import due_finals, earlier, rows_of_sweep, run_info
 from tuner.space import Candidate, baseline_config
 from tuner.worker import Reply
@@ -69,6 +73,7 @@ class Sweep:
         self.warm: set[tuple[int, int, str]] = set()
         self.baselines: dict[Problem, Config] = {}
         self.baseline_items = {item.problem: item for item in items if self._is_baseline(item)}
+        self.share: Share | None = None
         self.run_id: int | None = None
         self._modelled_run: int | None = None
         self._stop = ""
@@ -97,6 +102,7 @@ class Sweep:
             if not self._stop and self.gpus is not None:
                 self._final_round(deadline)
         finally:
+            self._share.end()
             for run in (self.run_id, self._modelled_run):
                 if run is not None:
                     self.store.finish_run(run)
@@ -131,6 +137,7 @@ class Sweep:
         return min(MOST_FOR_FINALS * self.settings.budget_s, pace * FINALISTS * len(self.problems))
 
     def _step(self) -> None:
+        self._learn_of_others()
         self._hand_out()
         self._settle()
         self._collect(IDLE_WAIT_S)
@@ -140,30 +147,29 @@ class Sweep:
         pools = [pool for pool in (self.gpus, self.compilers) if pool is not None]
         patience = max(0.0, min([patience, *(pool.seconds_left() for pool in pools)]))
         wait([connection for pool in pools for connection in pool.connections], timeout=patience)
-        if self.gpus is not None:
-            finished = self.gpus.poll()
-            for _, item, reply in finished:
-                self._note_end(item, reply)
-            if finished:
-                self._hand_out()  # the GPU goes on while rows are written
-            for slot, item, reply in finished:
-                self._measured(slot, item, reply)
+        self._take_replies()
         self.prepared.collect()
+
+    def _take_replies(self) -> None:
+        """Write a row for each candidate that has ended, before its GPU gets the next: a kill loses what is in hand only."""
+        if self.share is not None:
+            self.share.beat()
+        for slot, item, reply in self.gpus.poll() if self.gpus is not None else ():
+            self._note_end(item, reply)
+            self._measured(slot, item, reply)
 
     def _drain(self) -> None:
         """Let the candidates on the GPUs finish: at most one each, bounded by their timeout."""
         self.prepared.clear()
         while self.gpus is not None and self.gpus.busy and self._stop != "interrupt":
-            for slot, item, reply in self.gpus.poll():
-                self._note_end(item, reply)
-                self._measured(slot, item, reply)
+            self._take_replies()
             if self.gpus.busy:
                 wait(self.gpus.connections, timeout=IDLE_WAIT_S)
 
     # -- before the GPU ---------------------------------------------------------------------------------------------
 
     def _resume(self) -> None:
-        """Take out what has a row; remember which problems have a baseline to measure against."""
+        """Take out what has a row, and offer the rest; remember which problems have a baseline to measure against."""
         found = earlier(self.store, self.settings, self.run_info, self.items)
         for item in self.items:
             if item.hash in found.known:
@@ -174,30 +180,52 @@ class Sweep:
             if row.config_hash in found.usable and self._is_baseline(row):
                 self.baselines[row.to_problem()] = row.to_config()
         found.count(self.summary)
+        self.share = Share(self.store, self.settings, self.run_info)
+        self.share.offer(self.items)
+
+    @property
+    def _share(self) -> Share:
+        assert self.share is not None
+        return self.share
+
+    def _learn_of_others(self) -> None:
+        """Take note of what other processes have finished, and of what they have given back."""
+        idle = not any(item.state == "running" for item in self.items)
+        done = self._share.refresh(idle=idle)
+        for item, status in done:
+            self.summary.elsewhere += 1
+            self.summary.usable += status == "ok"
+            self.summary.failed_before += status != "ok"
+            if status == "ok" and self._is_baseline(item):
+                self.baselines[item.problem] = item.config
+        if done:
+            self.reporter.elsewhere(len(done))
 
     def _hand_out(self) -> None:
         self.prepared.hand_out()
         if self.gpus is None or self._stop:
             return
         for slot in self.gpus.idle_slots():
-            chosen = self._next_for(slot)
+            chosen = None
+            while chosen is None and (wanted := self._wanted_by(slot)):
+                chosen = self._share.take(wanted)
             if chosen is None:
                 break
             self._start(slot, chosen)
 
-    def _next_for(self, slot: Slot) -> Item | None:
-        """Of the candidates that are ready and of the tier that is due: the one that the model puts first, of the slot's
-        own problem if it has one, else of a problem that no other slot holds."""
+    def _wanted_by(self, slot: Slot) -> list[Item]:
+        """Of the candidates that are ready and of the tier that is due: those of the slot's own problem if it has any,
+        else of a problem that no other slot holds, in the order in which the model puts them."""
         assert self.gpus is not None
         elsewhere = {other.held for other in self.gpus.slots if other is not slot}
         ready = [item for item in self.items if item.state == "waiting" and self._is_ready(item)]
         if not ready:
-            return None
+            return []
         due = [item for item in ready if item.candidate.tier == ready[0].candidate.tier]
         mine = [item for item in due if item.problem == slot.held]
         free = [item for item in due if item.problem not in elsewhere]
         first = (mine or free or due)[0]
-        return min(
+        return sorted(
             (item for item in due if item.problem == first.problem), key=self.prepared.predicted_ms
         )
 
@@ -249,8 +277,7 @@ class Sweep:
             return
         predicted = self.prepared.prediction(item)
         if predicted is not None:
-            self._write(item, "ok")
-            self._write_modelled(item, predicted)
+            self._write(item, "ok", [self._modelled(item, predicted)])
 
     # -- on the GPU -------------------------------------------------------------------------------------------------
 
@@ -313,7 +340,14 @@ class Sweep:
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
-    def _write(self, item: Item, status: str, **columns: Any) -> None:
+    def _write(
+        self,
+        item: Item,
+        status: str,
+        also: Sequence[tuple[int, ResultRow]] = (),
+        /,
+        **columns: Any,
+    ) -> None:
         item.state = "done"
         kernel, proof = self.prepared.kernel(item), self.prepared.proof(item)
         resources = (
@@ -332,8 +366,8 @@ class Sweep:
         )
         if self.run_id is None:
             self.run_id = self.store.start_run(self.run_info)
-        self.store.add(self.run_id, row)
-        self._count(row)
+        if self._share.write(item, self.run_id, row, also):
+            self._count(row)
 
     def _count(self, row: ResultRow) -> None:
         self.summary.counts[row.status] += 1
@@ -343,7 +377,8 @@ class Sweep:
             self.summary.failures.append(row)
         self.reporter.row(row)
 
-    def _write_modelled(self, item: Item, reply: Reply) -> None:
+    def _modelled(self, item: Item, reply: Reply) -> tuple[int, ResultRow]:
+        """The row of the model's time, and the run that it goes into."""
         if self._modelled_run is None:
             info = replace(self.run_info, source="modelled", uuid="")
             self._modelled_run = self.store.start_run(info)
@@ -357,16 +392,18 @@ class Sweep:
             predicted=reply.result.get("predicted"),
             error=reply.error or None,
         )
-        self.store.add(self._modelled_run, row)
+        return self._modelled_run, row
 
     # -- near ties --------------------------------------------------------------------------------------------------
 
     def _final_round(self, deadline: float) -> None:
         """Sample the leaders of each problem in turn with its baselines; their rows stand for the cell's winners."""
         assert self.gpus is not None
-        due = due_finals(self.problems, rows_of_sweep(self.store, self.settings, self.run_info))
+        rows = rows_of_sweep(self.store, self.settings, self.run_info)
+        due = due_finals(self.problems, rows)
         if not due:
             return
+        newest = {row.to_problem(): row.id for row in rows}
         self.reporter.note(f"final round: {len(due)} cells, leaders sampled in turn")
         run_id = self.store.start_run(
             replace(self.run_info, command=f"{self.settings.command} (final round)")
@@ -377,14 +414,19 @@ class Sweep:
                 self.stop("budget")
                 break
             for slot in self.gpus.idle_slots():
-                if due:
-                    self._start_final(slot, run_id, *due.pop())
+                claim = None
+                while due and claim is None:
+                    problem, chosen = due.pop()
+                    work = ["final", problem.to_dict(), newest[problem]]
+                    claim = self._share.take_work(short_hash(work))
+                if claim is not None:
+                    self._start_final(slot, run_id, claim, problem, chosen)
             self._collect(IDLE_WAIT_S)
             self.reporter.tick()
         self.store.finish_run(run_id)
 
     def _start_final(
-        self, slot: Slot, run_id: int, problem: Problem, chosen: list[ResultRow]
+        self, slot: Slot, run_id: int, claim: Claim, problem: Problem, chosen: list[ResultRow]
     ) -> None:
         assert self.gpus is not None
         slot.held = problem
@@ -400,30 +442,29 @@ class Sweep:
             if not reply.ok:
                 self.reporter.note(f"final round of {problem.label()}: {reply.error}")
                 return
-            for row, result in zip(chosen, reply.result["results"], strict=True):
-                self._write_final(run_id, row, result)
+            results = zip(chosen, reply.result["results"], strict=True)
+            rows = [self._final_row(row, result) for row, result in results]
+            if self._share.write_rows(claim, run_id, rows):
+                for row in rows:
+                    if row.status != "ok":
+                        self.summary.failures.append(row)
+                        self.reporter.row(row)
 
         self.gpus.submit(
             slot, finished, task, self.settings.timeout_s + self.settings.compile_timeout_s
         )
 
-    def _write_final(self, run_id: int, first: ResultRow, result: dict[str, Any]) -> None:
-        columns = {name: result[name] for name in MEASURED if name in result}
-        status = result.get("status", "ok")
-        row = ResultRow.of(
+    def _final_row(self, first: ResultRow, result: dict[str, Any]) -> ResultRow:
+        return ResultRow.of(
             first.to_problem(),
             first.to_config(),
             gpu=first.gpu,
-            status=status,
+            status=result.get("status", "ok"),
             error=result.get("error"),
             min_resident=first.min_resident,
             **{name: getattr(first, name) for name in RESOURCES},
-            **columns,
+            **{name: result[name] for name in MEASURED if name in result},
         )
-        self.store.add(run_id, row)
-        if status != "ok":
-            self.summary.failures.append(row)
-            self.reporter.row(row)
 
     def _open_items(self) -> list[Item]:
         return [item for item in self.items if item.state != "done"]

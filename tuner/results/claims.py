@@ -27,13 +27,11 @@ from sqlalchemy import Connection, Update, and_, case, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tuner.results.models import ClaimTable
-from tuner.results.rows import StoreError, StoreUnavailable, utc_now
+from tuner.results.rows import LEASE_S, StoreError, StoreUnavailable, utc_now
 
 if TYPE_CHECKING:
     from tuner.results.store import Store
 
-LEASE_S = 60.0
-"""A claim without a heartbeat for this long returns to the others."""
 BEATS_A_LEASE = 4
 OPEN, TAKEN, DONE = "open", "taken", "done"
 HASHES_A_QUERY = 400  # SQLite bounds the parameters of a statement

@@ -21,6 +21,7 @@ STATUSES = ("ok", *CLASSES)
 SOURCES = ("measured", "compiled", "modelled")
 DIRECTIONS = ("backward", "forward")
 ERROR_CHARACTERS = 16_000
+LEASE_S = 60.0  # a claim whose holder has been silent for this long returns to the others
 
 
 class StoreError(Exception):

@@ -182,6 +182,23 @@ class Store:
         with self.reading() as connection:
             return set(connection.scalars(query))
 
+    def statuses(self, run: RunInfo, hashes: Collection[str]) -> dict[str, str]:
+        """Statuses of these configs by hash, each from its newest row in the sweep (environment and policy) of ``run``."""
+        names = sorted(hashes)
+        found: dict[str, str] = {}
+        with self.reading() as connection:
+            for start in range(0, len(names), IDS_A_QUERY):
+                query = (
+                    select(Result.config_hash, Result.status)
+                    .join(Run, Run.id == Result.run_id)
+                    .where(Result.config_hash.in_(names[start : start + IDS_A_QUERY]))
+                    .where(Run.gpu == run.gpu, Run.environment_key == run.environment_key)
+                    .where(Run.policy_key == run.policy_key, Result.source == run.source)
+                    .order_by(Result.id)
+                )
+                found |= {row.config_hash: row.status for row in connection.execute(query)}
+        return found
+
     def results(
         self, filters: ResultFilter = ANY, limit: int | None = 1000, after_id: int = 0
     ) -> list[ResultRow]:

@@ -1,0 +1,117 @@
+"""This process's share of a sweep that others may be working on too: claims are taken before work and end with its row."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from uuid import uuid4
+
+from tuner.plan import Item, SweepSettings
+from tuner.results import ResultRow, RunInfo, Store
+from tuner.results.claims import Claim, ClaimLost, Claims
+
+ASKED_AT_ONCE = 16  # candidates that one claim may choose from
+REFRESH_S = 2.0
+
+
+class Share:
+    """Claims of one process on the items of its sweep.
+
+    An item that another process has in hand is ``elsewhere`` until it has its row there, and waits here again when its
+    claim has returned.
+    """
+
+    def __init__(self, store: Store, settings: SweepSettings, run: RunInfo) -> None:
+        self.store, self.settings, self.run = store, settings, run
+        scope = f"{settings.gpu}:{run.sweep}:{settings.source}"
+        if settings.fresh:  # what is measured anew is shared with those who were told so only
+            scope += f":{settings.share or uuid4().hex}"
+        self.claims = Claims(store, scope, lease_s=settings.lease_s)
+        self._elsewhere: dict[str, Item] = {}
+        self._refreshed = time.monotonic()
+
+    def offer(self, items: Sequence[Item]) -> None:
+        """Put up for taking what has no row yet, and with ``--retry`` what is to be done again."""
+        hashes = {item.hash for item in items}
+        reopen: set[str] = set()
+        if self.settings.retry:
+            reopen = hashes & self.store.done_hashes(
+                self.settings.gpu,
+                self.run.environment_key,
+                self.settings.source,
+                policy_key=self.run.policy_key,
+            )
+        self.claims.offer(hashes, reopen)
+
+    def take(self, items: Sequence[Item]) -> Item | None:
+        """Claim the first of these that is free; those before it that are not become ``elsewhere``."""
+        for start in range(0, len(items), ASKED_AT_ONCE):
+            asked = items[start : start + ASKED_AT_ONCE]
+            claims = self.claims.take([item.hash for item in asked])
+            for item in asked:
+                if claims and item.hash == claims[0].config_hash:
+                    return item
+                self._give_up(item)
+        return None
+
+    def take_work(self, name: str) -> Claim | None:
+        """Claim work that is not a candidate, once and for all processes."""
+        self.claims.offer([name])
+        return next(iter(self.claims.take([name])), None)
+
+    def write(
+        self, item: Item, run_id: int, row: ResultRow, also: Sequence[tuple[int, ResultRow]] = ()
+    ) -> bool:
+        """Store the item's row, once for all processes; False where another one has the item."""
+        claim = self.claims.held.get(item.hash)
+        if claim is None and self.take([item]) is None:
+            return False
+        written = self.write_rows(self.claims.held[item.hash], run_id, [row], also)
+        if not written:
+            self._give_up(item)
+        return written
+
+    def write_rows(
+        self,
+        claim: Claim,
+        run_id: int,
+        rows: Sequence[ResultRow],
+        also: Sequence[tuple[int, ResultRow]] = (),
+    ) -> bool:
+        """Store rows together with the end of their claim; False, and nothing stored, where it was lost."""
+        try:
+            self.store.add_many(run_id, rows, claim, also)
+        except ClaimLost:
+            return False
+        finally:
+            self.claims.written(claim)
+        return True
+
+    def _give_up(self, item: Item) -> None:
+        item.state = "elsewhere"
+        self._elsewhere[item.hash] = item
+
+    def beat(self) -> None:
+        self.claims.beat()
+
+    def refresh(self, *, idle: bool) -> list[tuple[Item, str]]:
+        """Items that got their row elsewhere since the last call, with its status; asks the database now and then."""
+        since = time.monotonic() - self._refreshed
+        if not self._elsewhere or since < REFRESH_S / (4 if idle else 1):
+            return []
+        self._refreshed = time.monotonic()
+        standing = self.claims.standing(self._elsewhere)
+        statuses = self.store.statuses(self.run, standing.done)
+        done = []
+        for name, item in list(self._elsewhere.items()):
+            if name in standing.taken:
+                continue
+            del self._elsewhere[name]
+            item.state = "done" if name in standing.done else "waiting"
+            if name in standing.done:
+                done.append((item, statuses.get(name, "ok")))
+        return done
+
+    def end(self) -> None:
+        """Give back what was begun and not finished."""
+        self.claims.release()

@@ -78,7 +78,7 @@ class FakeMeasurer:
             )
         if action == "varies":
             raise CandidateError(
-                "nondeterminism", "dk, run 2 of 4: 3 elements differ", bits_equal=False
+                "nondeterministic", "dk, run 2 of 4: 3 elements differ", bits_equal=False
             )
         if action == "refused":
             raise CandidateError(

@@ -160,7 +160,7 @@ def test_one_bit_in_a_later_run_is_nondeterminism_and_says_where(
     kernel.spoil[3] = flip_a_bit
     with pytest.raises(CandidateError, match=r"dk, run 3 of 4: .*\(1, 5, 2, 7\)") as failed:
         cell.gate(ORDERED, cell.runner(Entry(ORDERED, 1)), 4)
-    assert failed.value.failure == "nondeterminism"
+    assert failed.value.failure == "nondeterministic"
     assert failed.value.details["bits_equal"] is False
 
 
@@ -244,7 +244,7 @@ def test_a_final_round_samples_rivals_in_turn_and_keeps_going_past_a_failure(
     runs = measurer.policy.runs_compared
     kernel.spoil[runs + 2] = flip_a_bit
     answer = measurer.handle(task("final", ORDERED, rival, UNORDERED))["results"]
-    assert [result.get("status", "ok") for result in answer] == ["ok", "nondeterminism", "ok"]
+    assert [result.get("status", "ok") for result in answer] == ["ok", "nondeterministic", "ok"]
     assert answer[0]["speedup_vs_baseline"] == 1.0
     assert answer[1]["speedup_vs_baseline"] is None
     assert len(answer[0]["samples"]) == len(answer[2]["samples"])

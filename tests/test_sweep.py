@@ -133,7 +133,7 @@ def test_each_failure_is_a_row_of_its_class_and_the_sweep_goes_on(
         "ascending": "ok",
         "shortest_first": "ok",
         "descending": "correctness",
-        "shift": "nondeterminism",
+        "shift": "nondeterministic",
         "two_pass": "constraints",
         "unordered": "runtime",
     }
@@ -143,7 +143,7 @@ def test_each_failure_is_a_row_of_its_class_and_the_sweep_goes_on(
     assert (wrong.rel_error, wrong.budget, wrong.tflops) == (1.0, 0.01, None)
     out = capsys.readouterr().out
     counted = Counter(row.status for row in first_pass(request_))
-    for name in ("correctness", "nondeterminism", "constraints", "runtime"):
+    for name in ("correctness", "nondeterministic", "constraints", "runtime"):
         assert f"  {name}: {counted[name]}" in out
 
 

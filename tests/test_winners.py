@@ -114,7 +114,7 @@ def test_two_pass_waits_for_no_cta_and_may_be_served() -> None:
     [
         {"tflops": math.nan}, {"tflops": math.inf}, {"tflops": None}, {"tflops": 0.0}, {"tflops": -1.0},
         {"above_peak": True}, {"bits_equal": False}, {"status": "timeout"},
-        {"status": "correctness"}, {"status": "nondeterminism"},
+        {"status": "correctness"}, {"status": "nondeterministic"},
     ],
 )  # fmt: skip
 def test_a_flawed_row_never_wins(flaw: dict[str, Any]) -> None:
@@ -134,7 +134,7 @@ def test_a_row_above_the_peak_of_its_chip_is_marked_and_never_wins() -> None:
 
 def test_a_config_that_failed_a_check_in_this_sweep_does_not_win_with_another_row() -> None:
     fast = measured(SERVED, 600)
-    for status in ("correctness", "nondeterminism"):
+    for status in ("correctness", "nondeterministic"):
         failed = measured(SERVED, 600, status=status)
         for rows in ((fast, failed), (failed, fast)):
             assert cell_of(*rows, measured(ASCENDING, 300)).best.row.to_config() == ASCENDING

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dash_kernels.lookup import FORMAT, LookupTable, digest_of
-from dash_kernels.problem import SHAPE_FIELDS
+from dash_kernels.problem import OPTION_FIELDS, SHAPE_FIELDS
 from tuner.results.rows import (
     DERIVED_COLUMNS,
     Release,
@@ -218,7 +218,13 @@ def dump(store: Store, gpu: str | None = None) -> dict[str, Any]:
 def _dump_run(run: RunInfo, rows: Sequence[ResultRow]) -> dict[str, Any]:
     texts = {canonical(row.config): row.config for row in rows}
     places = {text: index for index, text in enumerate(texts)}
-    columns = [name for name in DUMP_COLUMNS if any(getattr(row, name) is not None for row in rows)]
+    options = {name for row in rows for name in row.to_problem().options()}
+    off = set(OPTION_FIELDS) - options
+    columns = [
+        name
+        for name in DUMP_COLUMNS
+        if name not in off and any(getattr(row, name) is not None for row in rows)
+    ]
     return {
         "uuid": run.uuid,
         "gpu": run.gpu,

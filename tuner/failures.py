@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-CLASSES = ("constraints", "compile", "timeout", "runtime", "correctness", "nondeterminism")
+CLASSES = ("constraints", "compile", "timeout", "runtime", "correctness", "nondeterministic")
 TRANSIENT = ("timeout", "runtime")  # worth another try with --retry
 
 

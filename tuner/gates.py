@@ -194,7 +194,7 @@ class Cell:
             found["bits_equal"] = False
             if config.deterministic:
                 said = f"{name}, {which}: {first_difference(again, first)}"
-                raise CandidateError("nondeterminism", said, **found)
+                raise CandidateError("nondeterministic", said, **found)
 
 
 def cell_bytes(problem: Problem) -> int:

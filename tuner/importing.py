@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dash_kernels.lookup import TABLES, LookupTable
-from dash_kernels.problem import Config, Problem
+from dash_kernels.problem import OPTION_FIELDS, Config, Problem
 from tuner.export import (
     DUMP_COLUMNS,
     DUMP_FORMAT,
@@ -164,10 +164,16 @@ def _row_of(run: Mapping[str, Any], values: list[Any]) -> ResultRow:
     unknown = sorted(set(row) - set(DUMP_COLUMNS))
     if unknown:
         raise ValueError(f"unknown column {unknown[0]!r}")
-    problem = Problem(**{name: row.pop(name) for name in PROBLEM_COLUMNS})
+    problem = _problem_of(row)
     config = Config.from_dict(run["configs"][row.pop("config")])
     row["created_at"] = _time(row.get("created_at"))
     return ResultRow.of(problem, config, gpu=run["gpu"], **row)
+
+
+def _problem_of(values: dict[str, Any]) -> Problem:
+    """Takes the problem's fields out of a row; options that are not there are off."""
+    shape = {name: values.pop(name) for name in PROBLEM_COLUMNS}
+    return Problem(**shape, **{name: values.pop(name) for name in OPTION_FIELDS if name in values})
 
 
 def _from_flat(
@@ -186,7 +192,7 @@ def _from_flat(
         }
         uuid = values.pop("run_uuid")
         about = {name: values.pop(name, None) for name in RUN_COLUMNS}
-        problem = Problem(**{name: values.pop(name) for name in PROBLEM_COLUMNS})
+        problem = _problem_of(values)
         config = Config.from_dict(values.pop("config"))
         own = {name: value for name, value in values.items() if name not in DERIVED_COLUMNS}
         row = ResultRow.of(problem, config, **own)

@@ -1,6 +1,7 @@
 """Which config wins: a pure function of stored rows, so that the same rows always give the same winners.
 
-- A **cell** is one shape: gpu, mask, head_dim, dtype, head_group, seq_len, seq_len_kv, batch, heads, direction.
+- A **cell** is one shape: gpu, mask, head_dim, dtype, head_group, options (window, head_dim_v, softcap, varlen), seq_len,
+  seq_len_kv, batch, heads, direction. A **slice** is the same for every length, batch and number of heads.
 - Rows are compared within one **sweep**: the runs that share environment and measurement policy, so that a sweep
   resumed over several commands is one, and a baseline comes from any of its runs. Each cell uses its newest sweep that
   has a config to serve. Within a sweep the newest row of a config stands. Newest is by the time a row was made, so that
@@ -29,25 +30,15 @@ from datetime import datetime, timezone
 from statistics import NormalDist
 from typing import Any
 
+from dash_kernels.problem import OPTION_FIELDS
 from tuner.results.rows import ResultRow, canonical
 
 NOISE_FLOOR = 0.005
 NOISE_CAP = 0.01
-CELL_FIELDS = [
-    "gpu",
-    "mask",
-    "head_dim",
-    "dtype",
-    "head_group",
-    "seq_len",
-    "seq_len_kv",
-    "batch",
-    "heads",
-    "direction",
-]
-SLICE_FIELDS = ("gpu", "mask", "head_dim", "dtype", "head_group", "direction")
+SLICE_FIELDS = ("gpu", "mask", "head_dim", "dtype", "head_group", *OPTION_FIELDS, "direction")
+CELL_FIELDS = (*SLICE_FIELDS[:-1], "seq_len", "seq_len_kv", "batch", "heads", "direction")
 NEVER = datetime.min.replace(tzinfo=timezone.utc)
-FAILED_CHECKS = ("correctness", "nondeterminism")
+FAILED_CHECKS = ("correctness", "nondeterministic")
 MEDIAN_TO_MEAN_ERROR = math.sqrt(
     math.pi / 2
 )  # standard error of a median over that of a mean, normal samples
@@ -109,6 +100,11 @@ class Cell:
     batch: int
     heads: int
     direction: str
+    window_left: int
+    window_right: int
+    head_dim_v: int
+    softcap: bool
+    varlen: bool
     sweep: str
     best: Winner
     served: Winner | None
@@ -118,7 +114,7 @@ class Cell:
     def to_dict(self) -> dict[str, Any]:
         """One cell of the lookup table, without its gpu."""
         return {
-            **{name: getattr(self, name) for name in CELL_FIELDS if name != "gpu"},
+            **_said(self, [name for name in CELL_FIELDS if name != "gpu"]),
             "served": self.served.to_dict() if self.served else None,
             "best": self.best.to_dict(),
             "baselines": {name: winner.to_dict() for name, winner in self.baselines.items()},
@@ -142,7 +138,7 @@ class Overall:
         first = self.rows[0]
         keys = {row.numerics_key for row in self.rows}
         return {
-            **{name: getattr(first, name) for name in SLICE_FIELDS},
+            **_said(first, SLICE_FIELDS),
             "seq_lens": [row.seq_len for row in self.rows],
             "config": dict(self.config),
             "tflops": _mean(row.tflops for row in self.rows),
@@ -155,6 +151,13 @@ class Overall:
             "confidence": self.confidence.to_dict() if self.confidence else None,
             "speedup_vs_baseline": self.speedup_vs_baseline,
         }
+
+
+def _said(cell: Cell | ResultRow, names: Sequence[str]) -> dict[str, Any]:
+    """The fields that name a cell, without the options that are off, as lookup tables write them."""
+    row = cell if isinstance(cell, ResultRow) else cell.best.row
+    off = set(OPTION_FIELDS) - set(row.to_problem().options())
+    return {name: getattr(cell, name) for name in names if name not in off}
 
 
 def winners(candidates: Iterable[tuple[ResultRow, str]]) -> list[Cell]:
@@ -361,7 +364,7 @@ def student_t(freedom: float, probability: float = 0.975) -> float:
 
 
 def overall(cells: Sequence[Cell], prefer: Callable[[Cell], Any] | None = None) -> list[Overall]:
-    """The best single config of each slice (gpu, mask, head_dim, dtype, head_group, direction).
+    """The best single config of each slice.
 
     Where a seq len was measured with several batches or heads, the cell with the least ``prefer`` counts, by default
     the one with the most work.

@@ -16,6 +16,7 @@ from sqlalchemy import (
     Integer,
     String,
     Text,
+    false,
 )
 from sqlalchemy import UniqueConstraint as Unique
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
@@ -111,6 +112,11 @@ class Result(Base):
     heads: Mapped[int]
     heads_kv: Mapped[int]
     head_group: Mapped[int]
+    window_left: Mapped[int] = mapped_column(server_default="-1")
+    window_right: Mapped[int] = mapped_column(server_default="-1")
+    head_dim_v: Mapped[int] = mapped_column(server_default="0")
+    softcap: Mapped[bool] = mapped_column(server_default=false())
+    varlen: Mapped[bool] = mapped_column(server_default=false())
 
     backend: Mapped[str] = mapped_column(String(32))
     schedule: Mapped[str] = mapped_column(String(64))

@@ -6,7 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from tuner.results.rows import Release, ResultFilter
+from dash_kernels.problem import Problem
+from tuner.results.rows import Release, ResultFilter, option_values
 from tuner.results.store import Store
 from tuner.winners import overall
 
@@ -22,8 +23,9 @@ class Question:
     """What is asked. ``release`` is a number, a name, ``draft`` for the rows as they are now, or None: the newest
     release of the GPU, and where it has none the rows as they are now.
 
-    Without ``heads`` and ``heads_kv`` the head group is 1. Mask, head_dim, dtype and head group must agree exactly;
-    ``seq_len``, ``batch`` and ``heads`` are matched to the nearest.
+    Without ``heads`` and ``heads_kv`` the head group is 1. Mask, head_dim, dtype, head group and the options (window,
+    ``head_dim_v``, 0 being head_dim, softcap, varlen) must agree exactly; ``seq_len``, ``batch`` and ``heads`` are
+    matched to the nearest.
     """
 
     gpu: str
@@ -35,12 +37,29 @@ class Question:
     heads: int | None = None
     heads_kv: int | None = None
     direction: str = "backward"
+    window_left: int = -1
+    window_right: int = -1
+    head_dim_v: int = 0
+    softcap: bool = False
+    varlen: bool = False
     source: str = "measured"
     release: int | str | None = None
 
     @property
     def head_group(self) -> int:
         return self.heads // self.heads_kv if self.heads and self.heads_kv else 1
+
+    @property
+    def kind(self) -> dict[str, Any]:
+        """The fields in which a cell must agree, every option said."""
+        plain = {name: getattr(self, name) for name in ("mask", "head_dim", "dtype", "direction")}
+        options = ("window_left", "window_right", "softcap", "varlen")
+        return {
+            **plain,
+            "head_group": self.head_group,
+            **{name: getattr(self, name) for name in options},
+            "head_dim_v": self.head_dim_v or self.head_dim,
+        }
 
 
 def best(store: Store, question: Question) -> dict[str, Any]:
@@ -71,13 +90,7 @@ def _release(store: Store, question: Question) -> Release | None:
 
 
 def _answer(store: Store, q: Question, release: Release | None) -> dict[str, Any]:
-    kind: dict[str, Any] = {
-        "mask": q.mask,
-        "head_dim": q.head_dim,
-        "dtype": q.dtype,
-        "direction": q.direction,
-    }
-    kind["head_group"] = q.head_group
+    kind = q.kind
     if release is None:
         live = store.winners(q.gpu, ResultFilter(**kind), source=q.source)
         cells = [cell.to_dict() for cell in live]
@@ -85,11 +98,9 @@ def _answer(store: Store, q: Question, release: Release | None) -> dict[str, Any
         shapes = {_shape(cell) for cell in chosen.values()}
         whole = [o.to_dict() for o in overall([c for c in live if _shape(c.to_dict()) in shapes])]
     else:
-        cells = [
-            c for c in release.to_dict()["cells"] if all(c[name] == v for name, v in kind.items())
-        ]
+        cells = [c for c in release.to_dict()["cells"] if _agrees(c, kind)]
         chosen = _chosen(cells, q)
-        whole = [o for o in release.overall if all(o[name] == v for name, v in kind.items())]
+        whole = [o for o in release.overall if _agrees(o, kind)]
     if not chosen:
         raise NotMeasured(_what_is_measured(store, q, release))
     named = {"gpu": q.gpu, "release": release.name if release else None}
@@ -100,15 +111,22 @@ def _answer(store: Store, q: Question, release: Release | None) -> dict[str, Any
         nearest = min(chosen, key=lambda s: (abs(math.log(s / q.seq_len)), s))  # type: ignore[operator]
         by_seq_len = {str(nearest): by_seq_len[str(nearest)]}
         top = by_seq_len[str(nearest)]
+    options = _options(kind)
     return {
         **named,
-        **kind,
+        **{name: value for name, value in kind.items() if name not in option_values(kind)},
+        **options,
         "source": q.source,
         "release_id": release.id if release else None,
         "matched": top["matched"] if top else None,
         "best": top,
         "by_seq_len": by_seq_len,
     }
+
+
+def _agrees(cell: dict[str, Any], kind: dict[str, Any]) -> bool:
+    said = {**cell, **option_values(cell)}
+    return all(said[name] == value for name, value in kind.items())
 
 
 def _chosen(cells: list[dict[str, Any]], q: Question) -> dict[int, dict[str, Any]]:
@@ -155,16 +173,20 @@ def _what_is_measured(store: Store, q: Question, release: Release | None) -> str
         cells = [cell.to_dict() for cell in store.winners(q.gpu, source=q.source)]
     else:
         cells = release.to_dict()["cells"]
-    kinds = sorted(
-        {
-            (c["mask"], c["head_dim"], c["dtype"], c["head_group"], c["direction"])
-            for c in cells
-            if c["served"]
-        }
-    )
-    known = (
-        "; ".join(f"{m} d={d} {t} head group {g} {way}" for m, d, t, g, way in kinds)
-        or "nothing yet"
-    )
-    asked = f"{q.mask} d={q.head_dim} {q.dtype} head group {q.head_group} {q.direction}"
+    kinds = sorted({_named(c) for c in cells if c["served"]})
+    known = "; ".join(kinds) or "nothing yet"
+    asked = _named(q.kind)
     return f"{q.gpu} has no {q.source} winner for {asked}; it has: {known}"
+
+
+def _options(values: dict[str, Any]) -> dict[str, Any]:
+    """The options that are on."""
+    named = {name: values[name] for name in ("mask", "head_dim")} | option_values(values)
+    return Problem(seq_len=1, **named).options()
+
+
+def _named(values: dict[str, Any]) -> str:
+    """A kind of cell in words."""
+    words = "{mask} d={head_dim} {dtype} head group {head_group}".format(**values)
+    said = [f"{name} {value}" for name, value in _options(values).items()]
+    return " ".join([words, *said, values["direction"]])

@@ -13,8 +13,9 @@ from dataclasses import asdict, dataclass, field, fields
 from datetime import datetime, timezone
 from typing import Any
 
+from dash_kernels import device
 from dash_kernels.device import GPUS
-from dash_kernels.problem import SHAPE_FIELDS, Config, Problem
+from dash_kernels.problem import OPTION_FIELDS, SHAPE_FIELDS, Config, Problem
 from tuner.failures import CLASSES
 
 STATUSES = ("ok", *CLASSES)
@@ -60,8 +61,8 @@ def short_hash(value: Any) -> str:
 
 
 def environment_key(environment: dict[str, Any]) -> str:
-    """Names an environment (what ``dash_kernels.device.environment`` returned) or a measurement policy."""
-    return short_hash(environment)
+    """Names an environment, as the dispatcher does, or a measurement policy."""
+    return device.environment_key(finite(environment))
 
 
 def config_hash(
@@ -110,6 +111,8 @@ class RunInfo:
 class ResultRow:
     """What became of one config: times in ms, sizes in bytes, ``predicted`` in ms of the model. None is unknown.
 
+    Problem and config are columns of their own; ``head_dim_v`` 0 is ``head_dim``.
+
     Build one with :meth:`of`. ``config_hash`` is computed when empty; ``id``, ``run_id``, ``run_uuid`` and
     ``created_at`` come from the store.
     """
@@ -134,6 +137,11 @@ class ResultRow:
     status: str
     source: str = "measured"
     direction: str = "backward"
+    window_left: int = -1
+    window_right: int = -1
+    head_dim_v: int = 0
+    softcap: bool = False
+    varlen: bool = False
     config_hash: str = ""
     error: str | None = None
     tflops: float | None = None
@@ -167,6 +175,7 @@ class ResultRow:
         _one_of("source", self.source, SOURCES)
         _one_of("direction", self.direction, DIRECTIONS)
         _aware(self, "created_at")
+        object.__setattr__(self, "head_dim_v", self.head_dim_v or self.head_dim)
         for name in _CLEANED:
             object.__setattr__(self, name, finite(getattr(self, name)))
         if self.error is not None:
@@ -205,7 +214,7 @@ class ResultRow:
         return row
 
     def to_problem(self) -> Problem:
-        return Problem(**{name: getattr(self, name) for name in SHAPE_FIELDS})
+        return Problem(**{name: getattr(self, name) for name in (*SHAPE_FIELDS, *OPTION_FIELDS)})
 
     def to_config(self) -> Config:
         return Config.from_dict(self.config)
@@ -235,6 +244,18 @@ DERIVED_COLUMNS = ("head_group", "group_size", *CONFIG_COLUMNS)
 """What :meth:`ResultRow.of` works out from the problem and the config."""
 
 
+def option_values(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of a cell as a lookup table writes it, where those at their defaults go unsaid."""
+    plain = {
+        "window_left": -1,
+        "window_right": -1,
+        "head_dim_v": values["head_dim"],
+        "softcap": False,
+        "varlen": False,
+    }
+    return {name: values.get(name, plain[name]) for name in OPTION_FIELDS}
+
+
 def config_columns(config: Config) -> dict[str, Any]:
     """The fields of a config that are columns of their own."""
     return {name: getattr(config, name) for name in CONFIG_COLUMNS} | {"group_size": config.group}
@@ -254,6 +275,11 @@ class ResultFilter:
     heads: int | None = None
     heads_kv: int | None = None
     head_group: int | None = None
+    window_left: int | None = None
+    window_right: int | None = None
+    head_dim_v: int | None = None
+    softcap: bool | None = None
+    varlen: bool | None = None
     direction: str | None = None
     backend: str | None = None
     schedule: str | None = None
@@ -262,6 +288,7 @@ class ResultFilter:
     source: str | None = None
     run_id: int | None = None
     config_hash: str | None = None
+    numerics_key: str | None = None
     since: datetime | None = None
     until: datetime | None = None
 

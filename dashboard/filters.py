@@ -8,12 +8,15 @@ from typing import Any
 from urllib.parse import urlencode
 
 from dash_kernels.schedules import SCHEDULES
-from tuner.winners import SLICE_FIELDS, Cell
+from tuner.winners import Cell
 
 ALIASES = {"d": "head_dim"}
 LIMITS = {"tiles": (1, 32), "heads": (1, 8), "slots": (1, 132), "r": (0.0, 3.0), "run": (1, 2**62)}
 MAX_STEPS = 3000
 """Tiles that one Gantt chart may draw; more would be neither legible nor quick."""
+PLAIN = "plain"
+SLICE = ("mask", "head_dim", "dtype", "head_group", "options", "direction")
+"""The filters that name a slice of a GPU's cells, in the order in which they are settled."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,7 @@ class Filters:
     head_dim: int | None = None
     dtype: str | None = None
     head_group: int | None = None
+    options: str | None = None
     direction: str | None = None
     predicted: int = 0
     kind: str | None = None
@@ -76,11 +80,26 @@ def _number(kind: str, text: str) -> Any:
     return float(text) if kind.startswith("float") else text
 
 
+def options_of(item: Any) -> str:
+    """The options of a cell or point in words, ``plain`` where it has none."""
+    words = []
+    if item.window_left >= 0 or item.window_right >= 0:
+        words.append(f"window {item.window_left},{item.window_right}")
+    if item.head_dim_v != item.head_dim:
+        words.append(f"d_v {item.head_dim_v}")
+    words += [name for name in ("softcap", "varlen") if getattr(item, name)]
+    return " ".join(words) or PLAIN
+
+
+def _value(item: Any, name: str) -> Any:
+    return options_of(item) if name == "options" else getattr(item, name)
+
+
 def options(cells: Sequence[Cell]) -> dict[str, list[Any]]:
     """Values of each filter that the cells have, the default first."""
 
     def distinct(name: str) -> list[Any]:
-        return sorted({getattr(cell, name) for cell in cells})
+        return sorted({_value(cell, name) for cell in cells})
 
     masks = distinct("mask")
     return {
@@ -88,6 +107,7 @@ def options(cells: Sequence[Cell]) -> dict[str, list[Any]]:
         "head_dim": sorted(distinct("head_dim"), key=lambda d: (d != 128, -d)),
         "dtype": sorted(distinct("dtype"), key=lambda t: (t != "bfloat16", t)),
         "head_group": distinct("head_group"),
+        "options": sorted(distinct("options"), key=lambda o: (o != PLAIN, o)),
         "direction": sorted(distinct("direction"), key=lambda d: (d != "backward", d)),
     }
 
@@ -102,8 +122,8 @@ def settle(
     notices: list[str] = []
     chosen: dict[str, Any] = {}
     remaining = list(cells)
-    for name in ("mask", "head_dim", "dtype", "head_group", "direction"):
-        have = [v for v in available[name] if any(getattr(c, name) == v for c in remaining)]
+    for name in SLICE:
+        have = [v for v in available[name] if any(_value(c, name) == v for c in remaining)]
         asked = getattr(filters, name)
         if asked is not None and asked not in available[name]:
             known = ", ".join(str(v) for v in available[name]) or "nothing"
@@ -115,14 +135,13 @@ def settle(
             )
             asked = None
         chosen[name] = asked if asked is not None else (have[0] if have else None)
-        remaining = [c for c in remaining if getattr(c, name) == chosen[name]]
+        remaining = [c for c in remaining if _value(c, name) == chosen[name]]
     return replace(filters, **chosen), notices
 
 
 def of_slice(items: Sequence[Any], filters: Filters) -> list[Any]:
     """The cells or points of the slice that the filters name."""
-    names = [name for name in SLICE_FIELDS if name != "gpu"]
-    return [item for item in items if all(getattr(item, n) == getattr(filters, n) for n in names)]
+    return [item for item in items if all(_value(item, n) == getattr(filters, n) for n in SLICE)]
 
 
 def gantt_kinds() -> list[str]:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from dash_kernels.problem import OPTION_FIELDS
 from tuner.results.rows import ResultRow
 from tuner.winners import CELL_FIELDS, Cell, cost, is_final, is_plain, pick, resident
 
@@ -25,6 +26,11 @@ class Point:
     head_dim: int
     dtype: str
     head_group: int
+    window_left: int
+    window_right: int
+    head_dim_v: int
+    softcap: bool
+    varlen: bool
     direction: str
     seq_len: int
     seq_len_kv: int
@@ -92,6 +98,7 @@ def point_of(row: ResultRow, speedup: float | None = None) -> Point:
         source=row.source,
         tile=f"{row.block_m}x{row.block_n}",
         config=row.config,
+        **{name: getattr(row, name) for name in OPTION_FIELDS},
     )
 
 

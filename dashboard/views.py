@@ -204,8 +204,8 @@ def winner_map(cells: Sequence[Cell], filters: Filters) -> dict[str, Any]:
     same = [
         c
         for c in cells
-        if (c.dtype, c.head_group, c.direction)
-        == (filters.dtype, filters.head_group, filters.direction)
+        if (c.dtype, c.head_group, c.direction, state.options_of(c))
+        == (filters.dtype, filters.head_group, filters.direction, filters.options)
     ]
     columns = sorted({c.seq_len for c in same})
     rows = []
@@ -313,11 +313,7 @@ def gantt(filters: Filters, kind: str) -> dict[str, Any]:
             {"name": "slots busy", "value": f"{sim.utilisation * 100:.0f}", "unit": "%"},
             {"name": "waiting for a turn", "value": f"{waits:.4g}", "unit": "c, all slots"},
         ]
-    shape = {
-        k: v
-        for k, v in vars(filters).items()
-        if k in ("gpu", "mask", "head_dim", "dtype", "head_group", "direction", "run")
-    }
+    shape = {k: v for k, v in vars(filters).items() if k in ("gpu", *state.SLICE, "run")}
     fields = [
         {
             "name": "tiles",
@@ -380,7 +376,12 @@ def filter_groups(
         ("mask", "mask", available["mask"]),
         ("head_dim", "head_dim", available["head_dim"]),
     ]
-    optional = (("dtype", "dtype"), ("heads per KV head", "head_group"), ("direction", "direction"))
+    optional = (
+        ("dtype", "dtype"),
+        ("heads per KV head", "head_group"),
+        ("options", "options"),
+        ("direction", "direction"),
+    )
     plan += [(label, name, available[name]) for label, name in optional if len(available[name]) > 1]
     groups = [
         {"name": label, "options": [_chip(filters, name, value, str(value)) for value in values]}
@@ -400,7 +401,7 @@ def _chip(filters: Filters, name: str, value: Any, label: str) -> dict[str, Any]
     if name == "gpu":
         changes["run"] = None
     return {
-        "id": f"{name}-{value}",
+        "id": f"{name}-{value}".replace(" ", "-").replace(",", "-"),
         "label": label,
         "href": filters.url(**changes),
         "current": getattr(filters, name) == value,

@@ -28,7 +28,13 @@ from tuner.results.store import Store
 from tuner.winners import Confidence, winners
 
 SLICE = Filters(
-    gpu="h200", mask="causal", head_dim=128, dtype="bfloat16", head_group=1, direction="backward"
+    gpu="h200",
+    mask="causal",
+    head_dim=128,
+    dtype="bfloat16",
+    head_group=1,
+    options="plain",
+    direction="backward",
 )
 
 

@@ -449,7 +449,7 @@ def test_a_database_that_goes_away_is_503(store: Store, monkeypatch: pytest.Monk
         raise StoreUnavailable("database secret-host does not answer")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Store, "_read", away)
+        patch.setattr(Store, "reading", away)
         for path in (
             "/best?mask=causal&d=128",
             "/curves?mask=causal&d=128",

@@ -8,7 +8,7 @@ from fastapi import APIRouter, Query, Request, Response
 
 from dash_kernels.lookup import TABLES, LookupTable, TableError
 from dashboard.figures import by_kind
-from dashboard.filters import Filters
+from dashboard.filters import PLAIN, Filters
 from dashboard.points import Point
 from server.deps import Answers, Context, StrictJson
 from server.errors import ApiError, invalid
@@ -84,6 +84,7 @@ def create(context: Context) -> APIRouter:
             head_dim=query.dim,
             dtype=query.dtype,
             head_group=query.head_group,
+            options=PLAIN,
             direction=query.direction,
         )
         points = snapshot.points_of(shown)

@@ -9,7 +9,7 @@ import pytest
 
 from dash_kernels.device import GPUS
 from dash_kernels.problem import Problem, supports
-from dash_kernels.schedules import SCHEDULES
+from dash_kernels.schedules import CLOSED_FORMS, SCHEDULES
 from tuner.compile import kernel_identity, predict_ms, prove, schedule_identity
 from tuner.space import Candidate, SpaceFilter, baseline_config, candidates, problems, space
 
@@ -91,17 +91,56 @@ def test_a_tile_that_does_not_fit_stays_with_its_reason_and_bytes() -> None:
     assert any(c.runnable for c in found)
 
 
-def test_a_head_dim_that_no_config_serves_keeps_its_candidates_to_say_why() -> None:
+def test_tiles_of_which_none_fits_keep_their_candidates_to_say_why_and_nothing_beside_them() -> (
+    None
+):
     found = space(HOPPER, SpaceFilter(("full",), (256,), (4096,), tiles=((128, 256),), stages=(6,)))
-    asked = [c for c in found if c.config.block_n == 256]
-    assert {(c.config.block_m, c.config.num_stages) for c in asked} == {(128, 6)}
+    tiles = {(c.config.block_m, c.config.block_n, c.config.num_stages) for c in found}
+    assert tiles == {(128, 256, 6)}
     assert not any(c.runnable for c in found)
     for candidate in found:
-        assert "head_dim 256" in candidate.support.reason
+        assert candidate.support.reason
         assert candidate.support.limit_bytes == 232448
-    # K, V, six stages of Q and dO with their LSE and delta, dS, two fp32 dQ stages, and 1.5 KiB.
-    expected = 2 * 256 * 512 + 12 * (128 * 512 + 128 * 4) + 128 * 256 * 2 + 2 * 128 * 1024 + 1536
-    assert {c.support.required_bytes for c in asked} == {expected}
+    expected = 2 * 256 * 512 + 12 * 128 * 512  # K, V, six stages of Q and dO
+    assert {c.support.required_bytes for c in found} == {expected}
+
+
+OPTIONS = {
+    "wide": (SpaceFilter(("causal",), (256,), (4096,)), "d=256 "),
+    "V narrower": (SpaceFilter(("causal",), ((192, 128),), (4096,)), "d=192/128 "),
+    "padded": (SpaceFilter(("causal",), (96,), (4096,)), "d=96 "),
+    "window": (SpaceFilter(("full",), (128,), (4096,), windows=((511, 511),)), "window=511,511"),
+    "softcap": (SpaceFilter(("causal",), (128,), (4096,), softcaps=(True,)), "softcap"),
+    "packed": (SpaceFilter(("causal",), (128,), (4096,), varlens=(True,)), "varlen"),
+}
+
+
+@pytest.mark.parametrize("filters, word", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("capability", [HOPPER, (8, 0)])
+def test_every_option_has_a_space_with_its_baseline_and_what_runs(
+    filters: SpaceFilter, word: str, capability: tuple[int, int]
+) -> None:
+    found = space(capability, filters)
+    (problem,) = {candidate.problem for candidate in found}
+    assert word in problem.label()
+    assert all(candidate.runnable for candidate in found)
+    assert baseline_config(problem, capability) in {candidate.config for candidate in found}
+    if problem.varlen:
+        assert {candidate.config.schedule for candidate in found} <= set(CLOSED_FORMS)
+    if problem.windowed:
+        assert "shift" not in {candidate.config.schedule for candidate in found}
+
+
+def test_head_groups_keep_the_number_of_heads_a_multiple() -> None:
+    grouped = problems(SpaceFilter(("causal",), (128,), (512,), head_groups=(1, 3, 8)))
+    assert [(p.heads, p.heads_kv) for p in grouped] == [(16, 16), (15, 5), (16, 2)]
+    with pytest.raises(ValueError, match="head-group 3 does not divide --heads 16"):
+        space(HOPPER, SpaceFilter(heads=16, head_groups=(3,)))
+
+
+def test_a_causal_mask_and_its_full_window_are_one_problem() -> None:
+    both = problems(SpaceFilter((), (128,), (512,), windows=((255, 0),)))
+    assert [(p.mask, p.window) for p in both] == [("causal", (255, 0))]
 
 
 @pytest.mark.parametrize(

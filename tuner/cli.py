@@ -36,9 +36,19 @@ def sweep(
     mask: Annotated[
         Values, typer.Option(help="full, causal; repeat or separate by commas.")
     ] = None,
-    head_dim: Annotated[Values, typer.Option(help="Head dimensions. Default: 64, 128.")] = None,
+    head_dim: Annotated[
+        Values, typer.Option(help="Head dimensions, 192/128 for another of V. Default: 64, 128.")
+    ] = None,
     seq_len: Annotated[
         Values, typer.Option(help="Sequence lengths. Default: 512 to 16384.")
+    ] = None,
+    window: Annotated[
+        Values, typer.Option(help="Sliding windows as left:right, -1 for all; or none.")
+    ] = None,
+    softcap: Annotated[Values, typer.Option(help="off (default), on: scores capped.")] = None,
+    varlen: Annotated[Values, typer.Option(help="off (default), on: packed sequences.")] = None,
+    head_group: Annotated[
+        Values, typer.Option(help="Query heads per KV head. Default: 1 (MHA).")
     ] = None,
     dtype: Annotated[Values, typer.Option(help="bfloat16 (default), float16.")] = None,
     heads: Annotated[int, typer.Option(help="Heads. Default: hidden 2048 / head_dim.")] = 0,
@@ -97,9 +107,13 @@ def sweep(
 
     filters = SpaceFilter(
         masks=_words(mask),
-        head_dims=_numbers("head-dim", head_dim),
+        head_dims=_head_dims(head_dim),
         seq_lens=_numbers("seq-len", seq_len),
         dtypes=_words(dtype),
+        windows=_windows(window),
+        softcaps=_switches("softcap", softcap),
+        varlens=_switches("varlen", varlen),
+        head_groups=_numbers("head-group", head_group),
         heads=heads,
         schedules=_words(schedule),
         backends=_words(backend),
@@ -266,6 +280,37 @@ def _numbers(option: str, values: Sequence[str] | None) -> tuple[int, ...]:
         if not _is_number(word) or int(word) < 1:
             _fail(f"--{option} {word!r} is not a positive integer")
     return tuple(int(word) for word in words)
+
+
+def _head_dims(values: Sequence[str] | None) -> tuple[int | tuple[int, int], ...]:
+    found: list[int | tuple[int, int]] = []
+    for word in _words(values):
+        first, slash, second = word.partition("/")
+        if slash:
+            found.append((*_numbers("head-dim", [first]), *_numbers("head-dim", [second])))  # type: ignore[arg-type]
+        else:
+            found += _numbers("head-dim", [word])
+    return tuple(found)
+
+
+def _windows(values: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
+    found = []
+    for word in _words(values):
+        left, _, right = ("-1", "", "-1") if word == "none" else word.partition(":")
+        if not all(_is_number(side) or side == "-1" for side in (left, right)):
+            _fail(
+                f"--window {word!r} is not left:right; write 1023:0, 512:512, -1 for all, or none"
+            )
+        found.append((int(left), int(right)))
+    return tuple(found)
+
+
+def _switches(option: str, values: Sequence[str] | None) -> tuple[bool, ...]:
+    words = _words(values)
+    for word in words:
+        if word not in ("on", "off"):
+            _fail(f"--{option} is {word!r}; choose on, off or both: on,off")
+    return tuple(word == "on" for word in words)
 
 
 def _tiles(values: Sequence[str] | None) -> tuple[tuple[int, int], ...]:

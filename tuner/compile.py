@@ -17,9 +17,9 @@ from dash_kernels.problem import Config, Problem, padded_head_dim
 from tuner.failures import CandidateError
 
 # Share of the matrix peak that the Hopper kernel reaches between waits, as profiled on an H200: it only ranks candidates.
-MATRIX_SHARE = {64: 0.56, 128: 0.68}
+MATRIX_SHARE = {64: 0.56, 128: 0.68, 256: 0.68}
 # The same of the portable kernel on Hopper, waits included: its best rows at full mask, seq_len 16384, data/h200.json.gz.
-PORTABLE_SHARE_ON_HOPPER = {64: 0.22, 128: 0.31}
+PORTABLE_SHARE_ON_HOPPER = {64: 0.22, 128: 0.31, 256: 0.31}
 REDUCE_SHARE = 0.3  # r / c, the model's default
 TWO_PASS_WORK = 7 / 5  # S and dP are computed a second time for dQ
 
@@ -33,7 +33,9 @@ def kernel_identity(problem: Problem, config: Config, cooperative: bool = False)
     shared = replace(config, launch_order="ascending", heads_interleaved=1)
     if config.backend == "hopper":
         shared = replace(shared, schedule="ascending", group=1)
-    shape = [padded_head_dim(problem.head_dim), problem.dtype, problem.mask]
+    dims = [padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)]
+    shape = [dims, problem.dtype, problem.mask, problem.head_group]
+    shape += [problem.windowed, problem.softcap, problem.varlen]
     cut = [problem.seq_len % config.block_m != 0, problem.seq_len_kv % config.block_n != 0]
     return json.dumps([shared.to_dict(), shape, cut, cooperative], sort_keys=True)
 
@@ -44,6 +46,7 @@ def schedule_identity(problem: Problem, config: Config) -> str:
         [
             [config.schedule, config.group, config.launch_order, config.heads_interleaved],
             [problem.seq_len, problem.seq_len_kv, config.block_m, config.block_n, problem.mask],
+            problem.window,
             problem.batch * problem.heads if config.heads_interleaved == 0 else 0,
         ]
     )
@@ -55,7 +58,7 @@ def prediction_identity(problem: Problem, config: Config) -> str:
         [
             schedule_identity(problem, config),
             [config.backend, config.policy],
-            [problem.head_dim, problem.batch * problem.heads],
+            [problem.head_dim, problem.head_dim_v, problem.batch * problem.heads],
         ]
     )
 
@@ -143,9 +146,14 @@ def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
         gantt=False,
     )
     passes = TWO_PASS_WORK if config.policy == "two_pass" else 1.0
-    tile_flops = 10.0 * config.block_m * config.block_n * dim * passes
+    dims = 3 * dim + 2 * padded_head_dim(
+        problem.head_dim_v
+    )  # S, dK, dQ over one, dP, dV over the other
+    tile_flops = 2.0 * config.block_m * config.block_n * dims * passes
     portable = config.backend == "portable" and gpu.capability[0] == 9
-    share = (PORTABLE_SHARE_ON_HOPPER if portable else MATRIX_SHARE)[dim]
+    share = (PORTABLE_SHARE_ON_HOPPER if portable else MATRIX_SHARE)[
+        max(dim, padded_head_dim(problem.head_dim_v))
+    ]
     flops_per_ms = gpu.peak_tflops * 1e9 / gpu.sms * share
     return float(simulation.makespan) * tile_flops / flops_per_ms
 

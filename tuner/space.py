@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from dash_kernels.dispatch import default_config
+from dash_kernels.default_rule import default_config
 from dash_kernels.problem import (
     BACKENDS,
     DTYPES,
@@ -34,18 +34,20 @@ GROUPS = (2, 4, 8)
 BASELINE = "ascending"
 INTERLEAVED = (2, 4, 8, 16)  # heads that take turns in the launch
 MONOTONE = ("ascending", "descending", "shortest_first")
+NO_WINDOW = (-1, -1)
 
 
 @dataclass(frozen=True, slots=True)
 class SpaceFilter:
     """What the user asked for. An empty tuple means the default of that axis.
 
-    ``seq_lens`` and ``head_dims`` are positive integers; ``heads`` overrides hidden / head_dim; ``tiles`` and
+    ``seq_lens`` and ``head_dims`` are positive integers, a pair being (head_dim, head_dim_v); ``windows`` are (left,
+    right), -1 for all; ``head_groups`` are query heads per KV head; ``heads`` overrides hidden / head_dim; ``tiles`` and
     ``stages`` replace the tuned values, and what does not fit then becomes a row of class ``constraints``.
     """
 
     masks: tuple[str, ...] = ()
-    head_dims: tuple[int, ...] = ()
+    head_dims: tuple[int | tuple[int, int], ...] = ()
     seq_lens: tuple[int, ...] = ()
     dtypes: tuple[str, ...] = ()
     heads: int = 0
@@ -53,6 +55,10 @@ class SpaceFilter:
     backends: tuple[str, ...] = ()
     tiles: tuple[tuple[int, int], ...] = ()
     stages: tuple[int, ...] = ()
+    windows: tuple[tuple[int, int], ...] = ()
+    head_groups: tuple[int, ...] = ()
+    softcaps: tuple[bool, ...] = ()
+    varlens: tuple[bool, ...] = ()
     tokens: int = TOKENS
     hidden: int = HIDDEN
     thorough: bool = False
@@ -85,27 +91,66 @@ def validate(filters: SpaceFilter) -> None:
         for value in values:
             if value not in known:
                 raise ValueError(f"unknown {option} {value!r}; choose from {', '.join(known)}")
-    for option, sizes in (("head-dim", filters.head_dims), ("seq-len", filters.seq_lens)):
+    dims = tuple(size for dim in filters.head_dims for size in _pair(dim))
+    for option, sizes in (
+        ("head-dim", dims),
+        ("seq-len", filters.seq_lens),
+        ("head-group", filters.head_groups),
+    ):
         for size in sizes:
             if size < 1:
                 raise ValueError(f"{option} is {size}; it must be a positive integer")
+    for group in filters.head_groups:
+        if filters.heads % group:
+            raise ValueError(f"head-group {group} does not divide --heads {filters.heads}")
+    problems(filters)
     if filters.heads < 0:
         raise ValueError(f"heads is {filters.heads}; it must be a positive integer")
 
 
 def problems(filters: SpaceFilter) -> list[Problem]:
-    """The shapes of a sweep: ``tokens`` tokens and ``hidden`` channels in every one, so that speeds compare."""
+    """The shapes of a sweep: ``tokens`` tokens and ``hidden`` channels in every one, so that speeds compare.
+
+    Packed sequences (varlen) are as many, of lengths up to ``seq_len``. Raises ValueError for a window that no mask of
+    the sweep can have.
+    """
     shapes = []
-    for dtype, seq_len, head_dim, mask in product(
+    options = product(
+        filters.windows or (NO_WINDOW,),
+        filters.head_groups or (1,),
+        filters.softcaps or (False,),
+        filters.varlens or (False,),
+    )
+    for (window, group, softcap, varlen), dtype, seq_len, dim, mask in product(
+        tuple(options),
         filters.dtypes or DTYPES[:1],
         filters.seq_lens or SEQ_LENS,
         filters.head_dims or HEAD_DIMS,
         filters.masks or tuple(reversed(MASKS)),
     ):
-        heads = filters.heads or max(1, filters.hidden // head_dim)
-        batch = max(1, filters.tokens // seq_len)
-        shapes.append(Problem(mask, head_dim, seq_len, dtype, batch, heads))
+        head_dim, head_dim_v = _pair(dim)
+        heads = filters.heads or max(1, filters.hidden // head_dim // group) * group
+        shapes.append(
+            Problem(
+                mask,
+                head_dim,
+                seq_len,
+                dtype,
+                max(1, filters.tokens // seq_len),
+                heads,
+                heads // group,
+                window_left=window[0],
+                window_right=window[1],
+                head_dim_v=head_dim_v,
+                softcap=softcap,
+                varlen=varlen,
+            )
+        )
     return list(dict.fromkeys(shapes))
+
+
+def _pair(dim: int | tuple[int, int]) -> tuple[int, int]:
+    return (dim, dim) if isinstance(dim, int) else dim
 
 
 def baseline_config(problem: Problem, capability: tuple[int, int], backend: str = "") -> Config:
@@ -119,7 +164,8 @@ def candidates(
     """The configs of one problem in order of tier, each once.
 
     Those that cannot run are left out, but kept (marked with the reason) where the user named tiles or stages or where
-    nothing fits, so that a row can say why.
+    nothing fits, so that a row can say why. Baseline, default and yardstick stand beside named tiles only if one of
+    these runs: there is nothing to compare otherwise.
     """
     backends = filters.backends or (("hopper",) if capability[0] == 9 else ("portable",))
     found: dict[Config, int] = {}
@@ -133,6 +179,8 @@ def candidates(
         if _selected(config, filters)
     ]
     asked = filters.tiles or filters.stages or not any(candidate.runnable for candidate in wanted)
+    if (filters.tiles or filters.stages) and not any(c.runnable for c in wanted if c.tier):
+        wanted = [candidate for candidate in wanted if candidate.tier]
     kept = [candidate for candidate in wanted if candidate.runnable or asked]
     return sorted(kept, key=lambda candidate: candidate.tier)
 
@@ -153,8 +201,10 @@ def _selected(config: Config, filters: SpaceFilter) -> bool:
 
 def _base(problem: Problem, capability: tuple[int, int], backend: str = "") -> Config:
     """The default config of this problem on ``backend``; the kinds are tried on its tile and signal first."""
-    portable = backend == "portable" or capability[0] != 9
-    return default_config(problem, (8, 0) if portable else capability)
+    config = default_config(problem, capability)
+    if backend == "portable" and config.backend != "portable":
+        return default_config(problem, (8, 0))
+    return config
 
 
 def _of_kind(base: Config, kind: str, **changes: Any) -> Config:
@@ -171,6 +221,7 @@ def _tiers(
     problem: Problem, capability: tuple[int, int], backend: str, filters: SpaceFilter
 ) -> Iterator[tuple[int, Config]]:
     winner = base = _base(problem, capability, backend)
+    backend = base.backend  # the Hopper kernel does not run every head_dim
     kinds = [kind for kind in _kinds(problem) if kind != "grouped_shift"]
     yield 0, _of_kind(base, BASELINE)
     yield 0, winner
@@ -187,7 +238,7 @@ def _tiers(
         yield 2, replace(winner, heads_interleaved=heads)
         yield 2, replace(_of_kind(base, "descending"), heads_interleaved=heads)
     yield 2, replace(_of_kind(base, BASELINE), heads_interleaved=4)
-    if problem.causal:  # long first: not monotone
+    if winner.launch_order == "descending":  # long first: not monotone
         yield 2, replace(winner, launch_order="ascending")
     yield 2, replace(_of_kind(base, BASELINE), policy="unordered")
     other_signal = {"plain": "deferred", "deferred": "plain"}[base.signal]
@@ -195,7 +246,9 @@ def _tiers(
         interleaved = [replace(winner, heads_interleaved=heads) for heads in INTERLEAVED]
         for config in (winner, *interleaved, *(_of_kind(base, kind) for kind in kinds)):
             yield 3, replace(config, signal=other_signal)
-    for block_m, block_n in _tiles(problem, backend)[1:]:
+    for block_m, block_n in _tiles(problem, backend):
+        if (block_m, block_n) == (base.block_m, base.block_n):
+            continue
         for config in (winner, *(_of_kind(base, kind) for kind in MONOTONE)):
             yield 3, replace(config, block_m=block_m, block_n=block_n)
     for block_m, block_n in _tiles(problem, backend):
@@ -242,13 +295,15 @@ def _asked_tiles(
 def _kinds(problem: Problem) -> list[str]:
     from dash_kernels.schedules import SCHEDULES
 
-    return [name for name, kind in SCHEDULES.items() if problem.mask in kind.masks]
+    mask = "window" if problem.windowed else problem.mask
+    return [name for name, kind in SCHEDULES.items() if mask in kind.masks]
 
 
 def _tiles(problem: Problem, backend: str) -> tuple[tuple[int, int], ...]:
     if backend == "hopper":
-        return HOPPER_TILES[padded_head_dim(problem.head_dim)]
-    return ((64, 64), (64, 128), (128, 64), (32, 64))
+        return HOPPER_TILES[padded_head_dim(max(problem.head_dim, problem.head_dim_v))]
+    wide = padded_head_dim(max(problem.head_dim, problem.head_dim_v)) > 128
+    return ((64, 64), (64, 128), (128, 64), (32, 64), *(((32, 32),) if wide else ()))
 
 
 def _canonical(config: Config, problem: Problem) -> Config:

@@ -19,6 +19,7 @@ from dashboard.filters import Filters
 from dashboard.palette import theme_named
 from dashboard.points import Point
 from dashboard.snapshot import Snapshot, Snapshots
+from tuner.results import newest
 from tuner.results.rows import STATUSES, ResultFilter
 from tuner.results.store import Store
 
@@ -81,7 +82,7 @@ class Board:
 
     def gpus(self) -> list[str]:
         """GPUs with rows, the default one first: the preferred one where it has rows."""
-        found = self.store.gpus()
+        found = self.snapshots.gpus()
         first = self.preferred if self.preferred in found else self.snapshots.default_gpu()
         return sorted(found, key=lambda gpu: (gpu != first, gpu))
 
@@ -111,16 +112,14 @@ class Board:
     def report(
         self, gpu: str, source: str, run_id: int | None
     ) -> tuple[views.RunReport | None, list[tuple[int, str]]]:
-        """The asked run, or the newest of ``source``, and all runs of the GPU, those of ``source`` and newest first."""
-        runs = sorted(self.store.runs(gpu), key=lambda run: (run.source != source, -(run.id or 0)))
+        """The asked run, or the newest of ``source``, and the newest runs of the GPU, those of ``source`` first."""
+        runs = newest.recent_runs(self.store, gpu, source, views.SHOWN_RUNS)
         if not runs:
             return None, []
-        shown = next((run for run in runs if run.id == run_id), runs[0])
-        counts = {
-            status: count
-            for status in STATUSES
-            if (count := self.store.count(ResultFilter(run_id=shown.id, status=status)))
-        }
+        asked = newest.runs_by_id(self.store, [run_id])
+        shown = asked[0] if asked and asked[0].gpu == gpu else runs[0]
+        stored = newest.statuses_of_run(self.store, shown.id or 0)
+        counts = {status: stored[status] for status in STATUSES if status in stored}
         failures: list[dict[str, str]] = []
         for status in [s for s in counts if s != "ok"]:
             rows = self.store.results(

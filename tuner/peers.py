@@ -73,7 +73,7 @@ def write(path: Path, found: dict[str, Any]) -> None:
 
 def our_configs(problem: Problem, gpu: Any, store: Store) -> dict[str, Config]:
     """The configs of ours to time: the stored winners of this cell, else the default rule's answer."""
-    from dash_kernels.dispatch import default_config
+    from dash_kernels.default_rule import default_config
 
     served = default_config(problem, gpu.capability)
     found = {"dash_served": served, "dash_best": served}

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from dash_kernels.problem import Problem
-from tuner.results.rows import Release, ResultFilter, option_values
+from tuner.results.rows import Release, option_values
 from tuner.results.store import Store
-from tuner.winners import overall
+from tuner.winners import Cell, overall
 
 DRAFT = "draft"
 
 
 class NotMeasured(LookupError):
-    """Nothing answers this question; the message says what is measured."""
+    """Nothing answers this question; the message says what is measured, ``kinds`` has it field by field."""
+
+    def __init__(self, line: str, kinds: Sequence[dict[str, Any]] = ()) -> None:
+        super().__init__(line)
+        self.kinds = kinds
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +74,20 @@ def best(store: Store, question: Question) -> dict[str, Any]:
     best config of all where that one needs ``allow_resident``. ``best`` is the one config with the highest geometric
     mean over the seq lens; with ``seq_len`` it is the entry of that seq len or of the nearest. Raises NotMeasured.
     """
-    release = _release(store, question)
+    release = find_release(store, question)
     state = release.id if release else f"rows-{store.last_result_id()}"
-    return store.remember((question, state), lambda: _answer(store, question, release))
+    return store.remember(
+        (question, state),
+        lambda: answer(
+            question,
+            release,
+            () if release else store.winners(question.gpu, source=question.source),
+        ),
+    )
 
 
-def _release(store: Store, question: Question) -> Release | None:
+def find_release(store: Store, question: Question) -> Release | None:
+    """The release that answers, None for the rows as they are. Raises NotMeasured for one that does not exist."""
     wanted = question.release
     if wanted == DRAFT or question.source != "measured":
         return None
@@ -89,20 +102,21 @@ def _release(store: Store, question: Question) -> Release | None:
     return found
 
 
-def _answer(store: Store, q: Question, release: Release | None) -> dict[str, Any]:
+def answer(q: Question, release: Release | None, live: Sequence[Cell] = ()) -> dict[str, Any]:
+    """:func:`best` out of a release, or without one out of the ``live`` cells of the GPU and source."""
     kind = q.kind
+    cells: list[dict[str, Any]] = (
+        release.to_dict()["cells"] if release else [cell.to_dict() for cell in live]
+    )
+    chosen = _chosen([cell for cell in cells if _agrees(cell, kind)], q)
     if release is None:
-        live = store.winners(q.gpu, ResultFilter(**kind), source=q.source)
-        cells = [cell.to_dict() for cell in live]
-        chosen = _chosen(cells, q)
         shapes = {_shape(cell) for cell in chosen.values()}
-        whole = [o.to_dict() for o in overall([c for c in live if _shape(c.to_dict()) in shapes])]
+        same = [c for c in live if all(getattr(c, name) == v for name, v in kind.items())]
+        whole = [o.to_dict() for o in overall([c for c in same if _shape_of(c) in shapes])]
     else:
-        cells = [c for c in release.to_dict()["cells"] if _agrees(c, kind)]
-        chosen = _chosen(cells, q)
         whole = [o for o in release.overall if _agrees(o, kind)]
     if not chosen:
-        raise NotMeasured(_what_is_measured(store, q, release))
+        raise _not_measured(q, cells)
     named = {"gpu": q.gpu, "release": release.name if release else None}
     by_seq_len = {str(s): _entry(chosen[s], q, named) for s in sorted(chosen)}
     if q.seq_len is None:
@@ -167,16 +181,19 @@ def _entry(cell: dict[str, Any], q: Question, named: dict[str, Any]) -> dict[str
     }
 
 
-def _what_is_measured(store: Store, q: Question, release: Release | None) -> str:
+def _shape_of(cell: Cell) -> tuple[int, ...]:
+    return cell.seq_len, cell.seq_len_kv, cell.batch, cell.heads
+
+
+def _not_measured(q: Question, cells: Sequence[dict[str, Any]]) -> NotMeasured:
     """One line: what was asked for, and which kinds of cell there are."""
-    if release is None:
-        cells = [cell.to_dict() for cell in store.winners(q.gpu, source=q.source)]
-    else:
-        cells = release.to_dict()["cells"]
-    kinds = sorted({_named(c) for c in cells if c["served"]})
-    known = "; ".join(kinds) or "nothing yet"
-    asked = _named(q.kind)
-    return f"{q.gpu} has no {q.source} winner for {asked}; it has: {known}"
+    served = [cell for cell in cells if cell["served"]]
+    known = "; ".join(sorted({_named(cell) for cell in served})) or "nothing yet"
+    names = tuple(q.kind)
+    kinds = [{name: {**c, **option_values(c)}[name] for name in names} for c in served]
+    return NotMeasured(
+        f"{q.gpu} has no {q.source} winner for {_named(q.kind)}; it has: {known}", kinds
+    )
 
 
 def _options(values: dict[str, Any]) -> dict[str, Any]:

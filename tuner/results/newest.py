@@ -1,0 +1,106 @@
+"""Reads what decides and what is shown without reading the rest: most of a large database is history."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from sqlalchemy import Select, func, select
+
+from tuner.results.models import Result, Run
+from tuner.results.rows import ResultRow, RunInfo
+from tuner.results.store import IDS_A_QUERY, ROW_FIELDS, RUN_FIELDS, Store
+from tuner.winners import CELL_FIELDS, FAILED_CHECKS
+
+SWEEP = Run.environment_key + ":" + Run.policy_key
+DECIDING = ("ok", *FAILED_CHECKS)
+Age = tuple[datetime, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The rows of one cell in one sweep: how old the newest of them is."""
+
+    cell: tuple[Any, ...]
+    sweep: str
+    age: Age
+
+
+def groups(store: Store, gpu: str, source: str, after_id: int, until_id: int) -> list[Group]:
+    """Cells and sweeps that have rows with ``after_id`` < id <= ``until_id``, of those that decide who wins."""
+    cell = [getattr(Result, name) for name in CELL_FIELDS]
+    query = (
+        select(*cell, SWEEP, func.max(Result.created_at), func.max(Result.id))
+        .join(Run, Run.id == Result.run_id)
+        .where(Result.gpu == gpu, Result.source == source, Result.status.in_(DECIDING))
+        .where(Result.id > after_id, Result.id <= until_id)
+        .group_by(*cell, SWEEP)
+    )
+    with store.reading() as connection:
+        return [
+            Group(tuple(row[:-3]), row[-3], (row[-2], row[-1])) for row in connection.execute(query)
+        ]
+
+
+def rows_of(
+    store: Store, cell: tuple[Any, ...], source: str, sweep: str, until_id: int
+) -> list[tuple[ResultRow, str]]:
+    """The deciding rows of one cell in one sweep, oldest first, as ``Store.candidates`` answers them."""
+    environment, _, policy = sweep.partition(":")
+    query = _rows().where(Result.source == source, Result.status.in_(DECIDING))
+    for name, value in zip(CELL_FIELDS, cell, strict=True):
+        query = query.where(getattr(Result, name) == value)
+    query = query.where(Run.environment_key == environment, Run.policy_key == policy)
+    query = query.where(Result.id <= until_id).order_by(Result.created_at, Result.id)
+    with store.reading() as connection:
+        found = [ResultRow.stored(dict(row._mapping)) for row in connection.execute(query)]
+    return [(row, sweep) for row in found]
+
+
+def counts(store: Store, after_id: int, until_id: int) -> dict[tuple[str, str, str], int]:
+    """Number of rows by (gpu, source, status), of those with ``after_id`` < id <= ``until_id``."""
+    by = (Result.gpu, Result.source, Result.status)
+    query = select(*by, func.count(Result.id)).group_by(*by)
+    if after_id > 0:
+        query = query.where(Result.id > after_id)
+    query = query.where(Result.id <= until_id)
+    with store.reading() as connection:
+        return {(gpu, source, status): n for gpu, source, status, n in connection.execute(query)}
+
+
+def statuses_of_run(store: Store, run_id: int) -> dict[str, int]:
+    """Number of rows of one run by status."""
+    query = select(Result.status, func.count(Result.id)).where(Result.run_id == run_id)
+    with store.reading() as connection:
+        return {
+            str(status): int(n) for status, n in connection.execute(query.group_by(Result.status))
+        }
+
+
+def recent_runs(store: Store, gpu: str, source: str, limit: int) -> list[RunInfo]:
+    """Runs of a GPU, those of ``source`` and newest first."""
+    query = _runs().where(Run.gpu == gpu).order_by(Run.source != source, Run.id.desc())
+    with store.reading() as connection:
+        return [RunInfo(**row._mapping) for row in connection.execute(query.limit(limit))]
+
+
+def runs_by_id(store: Store, ids: Collection[int | None]) -> list[RunInfo]:
+    """The runs of these ids."""
+    wanted = sorted({number for number in ids if number is not None})
+    found: list[RunInfo] = []
+    with store.reading() as connection:
+        for start in range(0, len(wanted), IDS_A_QUERY):
+            query = _runs().where(Run.id.in_(wanted[start : start + IDS_A_QUERY]))
+            found += [RunInfo(**row._mapping) for row in connection.execute(query)]
+    return found
+
+
+def _rows() -> Select[Any]:
+    columns = [getattr(Result, name) for name in ROW_FIELDS]
+    return select(*columns, Run.uuid.label("run_uuid")).join(Run, Run.id == Result.run_id)
+
+
+def _runs() -> Select[Any]:
+    return select(*(getattr(Run, name) for name in RUN_FIELDS))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import sys
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -17,10 +18,13 @@ import triton.language as tl
 from dash_kernels.kernels import backward_portable as portable
 from dash_kernels.kernels import portable_kernels as kernels
 from dash_kernels.kernels import runtime
+from dash_kernels.kernels.sequences import Sequences, plan_sequences
 from dash_kernels.problem import Config
 from dash_kernels.schedules import Launch, TileGrid, default_launch
 
 NAN = float("nan")
+DTYPE = torch.float16
+FLOAT32_NOISE = 2e-5  # of dP - delta, where the exact gradient is 0
 
 
 def wait_for_turn(semaphore: Any, turn: Any, workspace: Any, bound_ns: Any) -> None:
@@ -50,40 +54,74 @@ def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
     return made.fill_(NAN if made.is_floating_point() else 7)
 
 
-def gradients(q: Any, k: Any, v: Any, dout: Any, causal: bool, dtype: torch.dtype) -> Any:
+def hidden_pairs(seq_len: int, seq_len_kv: int, causal: bool, window: list[int]) -> torch.Tensor:
+    """(Sq, Sk): true where a query must not see a key; masks are aligned bottom-right."""
+    left, right = window[0], 0 if causal else window[1]
+    ahead = (
+        torch.arange(seq_len_kv)[None] - torch.arange(seq_len)[:, None] - (seq_len_kv - seq_len)
+    )
+    return ((right >= 0) & (ahead > right)) | ((left >= 0) & (-ahead > left))
+
+
+def gradients(
+    q: Any, k: Any, v: Any, dout: Any, dlse: Any, case: dict[str, Any], dtype: torch.dtype
+) -> Any:
     """out, LSE and the gradients in float64, with out, P, dS and the results rounded to ``dtype`` on the way."""
-    scale = 1 / math.sqrt(q.shape[3])
+    scale, softcap = 1 / math.sqrt(q.shape[3]), case.get("softcap", 0.0)
+    group = q.shape[2] // k.shape[2]
     q, k, v, dout = (x.double().permute(0, 2, 1, 3) for x in (q, k, v, dout))
-    scores = q @ k.mT * scale
-    if causal:
-        offset = k.shape[2] - q.shape[2]
-        keep = torch.arange(k.shape[2])[None] <= torch.arange(q.shape[2])[:, None] + offset
-        scores = scores.masked_fill(~keep, -math.inf)
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores, slope = q @ k.mT * scale, 1.0
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+        slope = 1 - (scores / softcap) ** 2
+    hidden = hidden_pairs(q.shape[2], k.shape[2], case["causal"], case.get("window", [-1, -1]))
+    scores = scores.masked_fill(hidden, -math.inf)
     lse = torch.logsumexp(scores, -1)
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     p = torch.exp(scores - lse[..., None])
     out = p @ v
-    delta = (out.to(dtype).double() * dout).sum(-1, keepdim=True)
-    ds = p * (dout @ v.mT - delta)
+    delta = (out.to(dtype).double() * dout).sum(-1, keepdim=True) - dlse.double()[..., None]
+    ds = p * (dout @ v.mT - delta) * slope
     p16, ds16 = p.to(dtype).double(), ds.to(dtype).double()
-    found = (ds16 @ k * scale, ds16.mT @ q * scale, p16.mT @ dout)
+    found = [ds16 @ k * scale, ds16.mT @ q * scale, p16.mT @ dout]
+    found[1:] = (x.unflatten(1, (-1, group)).sum(2) for x in found[1:])
     return out.permute(0, 2, 1, 3), lse, [x.permute(0, 2, 1, 3).to(dtype).double() for x in found]
 
 
-def run(case: dict[str, Any]) -> dict[str, Any]:
+def inputs(case: dict[str, Any]) -> tuple[list[torch.Tensor], Any]:
+    """q, k, v, dout and dlse of a case, and its (q lengths, k lengths), one of each without packed sequences."""
+    heads, dim = case.get("heads", 2), case.get("dim", 64)
+    heads_kv, dim_v = case.get("heads_kv", heads), case.get("dim_v", dim)
+    lengths = case.get("lengths", [case["seq_lens"]] if "seq_lens" in case else [])
+    batch, rows, keys = case.get("batch", 1), sum(x for x, _ in lengths), sum(x for _, x in lengths)
+    shapes = (batch, rows, heads, dim), (batch, keys, heads_kv, dim), (batch, keys, heads_kv, dim_v)
+    tensors = [
+        torch.randn(shape).to(DTYPE) for shape in (*shapes, (batch, rows, heads, dim_v))
+    ]
+    dlse = torch.randn(batch, heads, rows) * bool(case.get("dlse"))
+    return [*tensors, dlse], list(zip(*lengths, strict=True))
+
+
+def each_sequence(tensors: list[torch.Tensor], lengths: Any, case: dict[str, Any], dtype: Any) -> Any:
+    """:func:`gradients` of each sequence, put together again."""
+    found = []
+    q, k, v, dout, dlse = tensors
+    for q_end, k_end, rows, keys in zip(*map(accumulate, lengths), *lengths, strict=True):
+        at, of = slice(q_end - rows, q_end), slice(k_end - keys, k_end)
+        parts = q[:, at], k[:, of], v[:, of], dout[:, at], dlse[:, :, at]
+        out, lse, grads = gradients(*parts, case, dtype)
+        found.append((out, lse, *grads))
+    out, lse, *grads = zip(*found, strict=True)
+    return torch.cat(out, 1), torch.cat(lse, 2), [torch.cat(grad, 1) for grad in grads]
+
+
+def backward(case: dict[str, Any]) -> dict[str, Any]:
     """Errors of dQ, dK and dV against float64, their budgets, and the bytes of dQ."""
-    torch.manual_seed(0)
-    batch, heads, dim, dtype = (
-        case.get("batch", 1),
-        case.get("heads", 2),
-        case.get("dim", 64),
-        torch.float16,
-    )
-    seq_len, seq_len_kv = case["seq_lens"]
-    q, dout = (torch.randn(batch, seq_len, heads, dim).to(dtype) for _ in range(2))
-    k, v = (torch.randn(batch, seq_len_kv, heads, dim).to(dtype) for _ in range(2))
-    out, lse, exact = gradients(q, k, v, dout, case["causal"], torch.float64)
-    _, _, rounded = gradients(q, k, v, dout, case["causal"], dtype)
+    tensors, lengths = inputs(case)
+    q, k, v, dout, dlse = tensors
+    out, lse, exact = each_sequence(tensors, lengths, case, torch.float64)
+    _, _, rounded = each_sequence(tensors, lengths, case, DTYPE)
 
     config = Config(
         backend="portable",
@@ -93,36 +131,70 @@ def run(case: dict[str, Any]) -> dict[str, Any]:
         block_m=case["tile"][0],
         block_n=case["tile"][1],
     )
-    grid = TileGrid(seq_len, seq_len_kv, *case["tile"], case["causal"])
+    window = tuple(case.get("window", (-1, -1)))
+    packed = "lengths" in case
+    longest = [max(*x, 1) if packed else x[0] for x in lengths]
+    grid = TileGrid(*longest, *case["tile"], case["causal"], *window)
     launch = Launch(default_launch(config.schedule).order, case.get("interleaved", 1))
     arrays = runtime.device_arrays(config.schedule, 1, grid, launch, torch.device("cpu"))
     if case.get("wrong_turn"):
         arrays.tensor[-1] += 1
-    tickets = arrays.num_items * batch * heads
-    torch.empty = poisoned
+    kv_heads = k.shape[0] * k.shape[2]
+    tickets = arrays.num_items * kv_heads
     persistent = case.get("persistent", False)
     plan = runtime.Plan(
-        config, grid, (), batch * heads, arrays, launch.interleaved(batch * heads),
+        config, grid, (), kv_heads, arrays, launch.interleaved(kv_heads),
         min(3, tickets) if persistent else tickets, persistent,
     )  # fmt: skip
-    tensors = [odd_strides(x) for x in (dout, q, k, v, out.to(dtype))]
-    bound_ns = 10**10
     found = portable.launch_portable(
-        plan, *tensors, lse.float().contiguous(), 1 / math.sqrt(dim), bound_ns
-    )
+        plan, *(odd_strides(x) for x in (dout, q, k, v, out.to(DTYPE))), lse.float().contiguous(),
+        1 / math.sqrt(q.shape[3]), 10**10, window=window, softcap=case.get("softcap", 0.0),
+        sequences=sequences_of(lengths) if packed else None, dlse=dlse.contiguous() if case.get("dlse") else None,
+    )  # fmt: skip
+    return judged(found, exact, rounded) | {"dq": found[0].numpy().tobytes().hex()}
+
+
+def sequences_of(lengths: Any) -> Sequences:
+    starts = [torch.tensor([0, *accumulate(x)], dtype=torch.int32) for x in lengths]
+    return Sequences(*starts, *(max(x, default=0) for x in lengths))
+
+
+def judged(found: Any, exact: Any, rounded: Any) -> dict[str, Any]:
+    """Errors against float64, and their budgets: twice what rounding to DTYPE on the way costs, an ulp, and float32's noise."""
     errors, budgets = [], []
     for mine, wanted, reference in zip(found, exact, rounded, strict=True):
-        errors.append((mine.double() - wanted).abs().max().item())
-        ulp = torch.finfo(dtype).eps * wanted.abs().max().item()
-        budgets.append(2 * (reference - wanted).abs().max().item() + ulp)
-    return {"errors": errors, "budgets": budgets, "dq": found[0].numpy().tobytes().hex()}
+        errors.append((mine.double() - wanted).abs().max().item() if mine.numel() else 0.0)
+        size = wanted.abs().max().item() if mine.numel() else 0.0
+        off = (reference - wanted).abs().max().item() if mine.numel() else 0.0
+        budgets.append(2 * off + torch.finfo(DTYPE).eps * size + FLOAT32_NOISE)
+    return {"errors": errors, "budgets": budgets}
+
+
+def plan(case: dict[str, Any]) -> dict[str, Any]:
+    """The tiles of packed sequences as the device finds them."""
+    sequences = sequences_of(list(zip(*case["lengths"], strict=True)))
+    totals = [int(starts[-1]) for starts in sequences[:2]]
+    found = plan_sequences(
+        sequences, *totals, block_m=case["tile"][0], block_n=case["tile"][1], causal=case["causal"],
+        window=tuple(case["window"]), descending=case["descending"],
+    )  # fmt: skip
+    kv_tiles, q_tiles, *rest = found.counts.tolist()
+    return {
+        "kv_tiles": found.kv_tiles[:kv_tiles].tolist(),
+        "q_tiles": found.q_tiles[:q_tiles].tolist(),
+        "rest": rest,
+        "bounds": [found.max_kv_tiles, found.max_q_tiles],
+    }
 
 
 def main() -> None:
     kernels.wait_for_turn, kernels.release_turn = wait_for_turn, release_turn
+    torch.empty = poisoned
     for line in sys.stdin:
+        torch.manual_seed(0)
+        case = json.loads(line)
         try:
-            answer = run(json.loads(line))
+            answer = {"backward": backward, "plan": plan}[case.get("what", "backward")](case)
         except Exception as error:  # whatever the interpreter makes of it, the test reads it
             answer = {"raised": repr(error) + repr(error.__cause__)}
         print(json.dumps(answer), flush=True)

@@ -14,11 +14,13 @@ from dash_kernels.kernels.portable_kernels import (
     ORDERED,
     UNORDERED,
     cast_tiles,
-    dq_tiles,
     kv_tiles,
     prepare_tiles,
 )
-from dash_kernels.kernels.runtime import LOG2E, SMALL_OPTIONS, Plan, sections, turn_record
+from dash_kernels.kernels.portable_tiles import score_factors
+from dash_kernels.kernels.portable_two_pass import dq_tiles
+from dash_kernels.kernels.runtime import ALL_MASKED, SMALL_OPTIONS, Plan, sections, turn_record
+from dash_kernels.kernels.sequences import Sequences, is_windowed, plan_sequences, reaches
 from dash_kernels.problem import Config
 from dash_kernels.schedules import Launch, TileGrid, build, pack
 
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 POLICIES = {"unordered": UNORDERED.value, "ordered": ORDERED.value, "two_pass": NO_DQ.value}
+CLOSED_FORMS = {"ascending": False, "shortest_first": True}  # kind -> whether by descending KV tile
 
 
 def main_options(config: Config) -> dict[str, Any]:
@@ -37,6 +40,13 @@ def main_options(config: Config) -> dict[str, Any]:
     }
 
 
+def packed_sections(windowed: bool, capability: tuple[int, int]) -> int:
+    """``runtime.sections`` for packed sequences: every loop that their masks may need, whatever their lengths."""
+    if capability[0] == 10:
+        return ALL_MASKED
+    return 7 if windowed else 6
+
+
 def compile_specs(
     config: Config,
     head_dim: int,
@@ -46,35 +56,52 @@ def compile_specs(
     ragged: bool = False,
     persistent: bool = False,
     capability: tuple[int, int] = (9, 0),
+    head_dim_v: int = 0,
+    grouped: bool = False,
+    window: tuple[int, int] = (-1, -1),
+    softcap: bool = False,
+    varlen: bool = False,
+    dlse: bool = False,
 ) -> list[KernelSpec]:
     """The kernels of one backward, the main kernel first, specialised as a launch on aligned tensors is.
 
     ``dtype`` is bfloat16 or float16; ``ragged`` gives the kernel for a seq_len that is no multiple of block_m,
-    ``persistent`` the one of a cooperative launch.
+    ``persistent`` the one of a cooperative launch, ``grouped`` the one for several query heads a KV head,
+    ``head_dim_v`` 0 means head_dim, ``varlen`` packed sequences, ``dlse`` a gradient of LSE.
     """
-    side = 16 * max(config.block_m, config.block_n)
-    grid = TileGrid(side, side, config.block_m, config.block_n, causal)
-    packed = pack(build(config.schedule, grid, config.group), Launch.for_config(config))
+    windowed = is_windowed(causal, window)
+    if varlen:
+        loops = packed_sections(windowed, capability)
+    else:
+        side = 16 * max(config.block_m, config.block_n)
+        grid = TileGrid(side, side, config.block_m, config.block_n, causal, *window)
+        loops = sections(pack(build(config.schedule, grid, config.group), Launch()), capability)
     policy = POLICIES[config.policy]
     rows = {"BLOCK_M": config.block_m, "HEAD_DIM": head_dim}
-    tile = {**rows, "BLOCK_N": config.block_n, "CAUSAL": causal}
+    value_dim = {"HEAD_DIM_V": head_dim_v or head_dim}
+    mask = {"CAUSAL": causal, "WINDOWED": windowed, "SOFTCAP": softcap}
+    tile = {**rows, **value_dim, "BLOCK_N": config.block_n, **mask}
+    tables = {} if varlen else dict.fromkeys(("tiles", "counts", "cu_seqlens_k"))
     main = {
-        "SECTIONS": sections(packed, capability),
-        "RAGGED": ragged,
+        "GROUPED": grouped,
+        "VARLEN": varlen,
+        "DESCENDING": CLOSED_FORMS.get(config.schedule, False) and varlen,
+        "SECTIONS": loops,
+        "RAGGED": ragged or varlen,
         "POLICY": policy,
         "PERSISTENT": persistent,
         "NUM_WARPS": config.num_warps,
     }
+    prepare = {"ZERO_DQ": config.policy == "unordered", **rows, **value_dim}
+    prepare |= {} if dlse else {"dlse": None}
     specs = [
-        _spec(kv_tiles, dtype, {**main, **tile}, main_options(config)),
-        _spec(
-            prepare_tiles, dtype, {"ZERO_DQ": config.policy == "unordered", **rows}, SMALL_OPTIONS
-        ),
+        _spec(kv_tiles, dtype, {**main, **tile, **tables}, main_options(config)),
+        _spec(prepare_tiles, dtype, {**prepare, **tables}, SMALL_OPTIONS),
     ]
     if config.policy == "two_pass":
-        specs.append(_spec(dq_tiles, dtype, tile, main_options(config)))
+        specs.append(_spec(dq_tiles, dtype, {**tile, **tables}, main_options(config)))
     else:
-        cast = {"POLICY": policy, "NUM_WARPS": config.num_warps, **rows}
+        cast = {"POLICY": policy, "NUM_WARPS": config.num_warps, **rows, **tables}
         specs.append(_spec(cast_tiles, dtype, cast, SMALL_OPTIONS))
     return specs
 
@@ -84,11 +111,14 @@ def _spec(
 ) -> KernelSpec:
     half = {"bfloat16": "*bf16", "float16": "*fp16"}[dtype]
     types = dict.fromkeys(("q", "k", "v", "out", "dout", "dk", "dv"), half)
-    types |= dict.fromkeys(("lse", "lse2", "delta", "accumulated"), "*fp32")
-    types |= dict.fromkeys(("workspace", "record", "arrays"), "*i32")
-    types |= {"scale": "fp32", "scale_log2": "fp32", "bound_ns": "i64"}
+    types |= dict.fromkeys(("lse", "lse2", "delta", "dlse", "accumulated"), "*fp32")
+    types |= dict.fromkeys(
+        ("workspace", "record", "arrays", "tiles", "counts", "cu_seqlens_k"), "*i32"
+    )
+    types |= dict.fromkeys(("scale", "scale_log2", "cap_log2"), "fp32") | {"bound_ns": "i64"}
     types["dq"] = half if kernel in (dq_tiles, cast_tiles) else "*fp32"
     names = kernel.arg_names
+    constexprs = {name: value for name, value in constexprs.items() if name in names}
     signature = {
         name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names
     }
@@ -101,22 +131,44 @@ def _spec(
 
 
 def launch_portable(
-    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bound_ns: int
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bound_ns: int,
+    *, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sequences: Sequences | None = None,
+    dlse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The launches on checked arguments, on the current stream: prepare, main, then the dQ pass or the cast.
 
-    The workspace is allocated here and cleared by ``prepare_tiles``, so every call and every replay of a captured
-    graph starts from zeros, and no two streams share one.
+    With ``sequences`` one more goes before them, which finds their tiles. The workspace is allocated here and cleared
+    by ``prepare_tiles``, so every call and every replay of a captured graph starts from zeros, and no two streams
+    share one. Raises ValueError for a kind without a closed form on packed sequences.
     """
     import torch
 
-    config, grid, arrays, total_heads = plan.config, plan.grid, plan.arrays, plan.total_heads
-    _, seq_len, heads, head_dim = q.shape
-    seq_len_kv, num_m = grid.seq_len_kv, grid.num_m
-    padded_rows = total_heads * num_m * config.block_m
-    policy, scale_log2 = POLICIES[config.policy], scale * LOG2E
+    config, grid, arrays = plan.config, plan.grid, plan.arrays
+    batch, seq_len, heads, head_dim = q.shape
+    seq_len_kv, heads_kv, head_dim_v = v.shape[1:]
+    group, causal, windowed = heads // heads_kv, grid.causal, is_windowed(grid.causal, window)
+    policy, factors = POLICIES[config.policy], score_factors(scale, softcap)
+    tables: dict[str, Any] = {"tiles": None, "counts": None}
+    if sequences is None:
+        num_m, tickets = grid.num_m, plan.ctas
+        work = arrays.tensor, None, arrays.num_items, arrays.num_tiles, arrays.num_steps
+        loops, ragged, descending = arrays.sections, seq_len % config.block_m != 0, False
+    else:
+        descending = descending_closed_form(config.schedule)
+        packed = plan_sequences(
+            sequences, seq_len, seq_len_kv, block_m=config.block_m, block_n=config.block_n, causal=causal,
+            window=window, descending=descending,
+        )  # fmt: skip
+        num_m, tickets = packed.max_q_tiles, packed.max_kv_tiles * heads_kv
+        work = packed.kv_tiles, packed.counts, 0, 0, 0
+        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
+        loops, ragged = packed_sections(windowed, capability), True
+        tables = {"tiles": packed.q_tiles, "counts": packed.counts}
+    q_tiles = (batch * heads * num_m,)
+    padded_rows = q_tiles[0] * config.block_m
     rows = {"BLOCK_M": config.block_m, "HEAD_DIM": head_dim}
-    tile = {**rows, "BLOCK_N": config.block_n, "CAUSAL": grid.causal}
+    mask = {"CAUSAL": causal, "WINDOWED": windowed, "SOFTCAP": softcap != 0}
+    tile = {**rows, "HEAD_DIM_V": head_dim_v, "BLOCK_N": config.block_n, **mask}
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=q.device)
@@ -124,29 +176,39 @@ def launch_portable(
     dq, dk, dv = (empty(*x.shape, dtype=x.dtype) for x in (q, k, v))
     lse2, delta = empty(padded_rows), empty(padded_rows)
     accumulated = empty(padded_rows if config.policy != "two_pass" else 0, head_dim)
-    workspace = empty(HEADER_WORDS.value + total_heads * num_m, dtype=torch.int32)
-    q_tiles = (total_heads * num_m,)
+    workspace = empty(HEADER_WORDS.value + q_tiles[0], dtype=torch.int32)
     strides = [x.stride(axis) for x in (q, k, v, dout) for axis in range(3)]
+    lengths = seq_len, seq_len_kv, *reaches(causal, window)
 
     prepare_tiles[q_tiles](
         out, dout, lse, lse2, delta, accumulated, workspace, *(x.stride(axis) for x in (out, dout) for axis in range(3)),
-        heads, num_m, seq_len, ZERO_DQ=config.policy == "unordered", **rows, **SMALL_OPTIONS,
+        heads, num_m, seq_len, dlse=dlse, ZERO_DQ=config.policy == "unordered", HEAD_DIM_V=head_dim_v, **rows, **tables,
+        **SMALL_OPTIONS,
     )  # fmt: skip
-    kv_tiles[(plan.ctas,)](
-        q, k, v, dout, lse2, delta, accumulated, dk, dv, workspace, arrays.tensor,
-        arrays.num_items, arrays.num_tiles, arrays.num_steps, plan.interleaved, total_heads, heads, num_m,
-        *strides, seq_len, seq_len_kv, scale, scale_log2, bound_ns,
-        SECTIONS=arrays.sections, RAGGED=seq_len % config.block_m != 0, POLICY=policy, PERSISTENT=plan.cooperative,
-        NUM_WARPS=config.num_warps, **tile, launch_cooperative_grid=plan.cooperative, **main_options(config),
+    kv_tiles[(tickets,)](
+        q, k, v, dout, lse2, delta, accumulated, dk, dv, workspace, *work,
+        plan.interleaved, batch * heads_kv, heads_kv, group, num_m, *strides, *lengths, scale, *factors, bound_ns,
+        GROUPED=group > 1, VARLEN=sequences is not None, DESCENDING=descending, SECTIONS=loops, RAGGED=ragged,
+        POLICY=policy, PERSISTENT=plan.cooperative, NUM_WARPS=config.num_warps, **tile,
+        launch_cooperative_grid=plan.cooperative, **main_options(config),
     )  # fmt: skip
     if config.policy == "two_pass":
         dq_tiles[q_tiles](
-            q, k, v, dout, lse2, delta, dq, heads, num_m, *strides, seq_len, seq_len_kv, scale, scale_log2,
-            **tile, **main_options(config),
+            q, k, v, dout, lse2, delta, dq, *tables.values(), sequences and sequences.cu_seqlens_k,
+            heads, group, num_m, *strides, *lengths, scale, *factors, **tile, **main_options(config),
         )  # fmt: skip
     else:
         cast_tiles[q_tiles](
-            accumulated, dq, workspace, turn_record(q.device), heads, num_m, seq_len, scale,
+            accumulated, dq, workspace, turn_record(q.device), *tables.values(), heads, num_m, seq_len, scale,
             POLICY=policy, NUM_WARPS=config.num_warps, **rows, **SMALL_OPTIONS,
         )  # fmt: skip
     return dq, dk, dv
+
+
+def descending_closed_form(kind: str) -> bool:
+    """Whether a kind's closed form goes by descending KV tile; ValueError for a kind that has none."""
+    if kind not in CLOSED_FORMS:
+        raise ValueError(
+            f"schedule {kind} has no closed form for packed sequences: choose {' or '.join(CLOSED_FORMS)}"
+        )
+    return CLOSED_FORMS[kind]

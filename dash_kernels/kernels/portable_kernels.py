@@ -33,13 +33,24 @@ import triton
 import triton.language as tl
 
 from dash_kernels.kernels import runtime, sequences
+from dash_kernels.kernels.portable_tiles import (
+    LOG2E,
+    first_rows,
+    flatten,
+    load_tile,
+    sees,
+    store_tile,
+    tanh,
+    unflatten,
+)
+from dash_kernels.kernels.sequences import turn_of
 
 UNORDERED, ORDERED, NO_DQ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 # Words of the workspace before the semaphores: ticket, abort flag, late tile, its turn, what it saw, then room.
 HEADER_WORDS = tl.constexpr(32)
 # SECTIONS has a bit each for loops over plain, masked and plain steps (1, 2, 4); this value masks all steps in one.
 ALL_MASKED = tl.constexpr(runtime.ALL_MASKED)
-LOG2E = tl.constexpr(1.4426950408889634)
+KV_TILE_WORDS = tl.constexpr(sequences.KV_TILE_WORDS)
 Q_TILE_WORDS = tl.constexpr(sequences.Q_TILE_WORDS)
 
 WAIT_FOR_TURN = tl.constexpr("""{
@@ -111,84 +122,6 @@ def release_turn(semaphore):
     )
 
 
-@triton.jit
-def tile_offsets(row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Offsets of the elements of a tile that starts at ``row``; 64 bits, since a tensor may have more than 2^31."""
-    rows = (row + tl.arange(0, ROWS)).to(tl.int64)
-    return rows[:, None] * stride + tl.arange(0, COLS)[None, :]
-
-
-@triton.jit
-def load_tile(
-    head, stride, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """The tile of a head that starts at ``row``; rows from ``limit`` on are not read and are zeros."""
-    pointers = head + tile_offsets(row, stride, ROWS, COLS)
-    if RAGGED:
-        return tl.load(pointers, mask=(row + tl.arange(0, ROWS) < limit)[:, None], other=0.0)
-    return tl.load(pointers)
-
-
-@triton.jit
-def store_tile(head, stride, row, limit, tile, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Store a tile in the head's dtype, but for rows from ``limit`` on."""
-    inside = (row + tl.arange(0, ROWS) < limit)[:, None]
-    tl.store(
-        head + tile_offsets(row, stride, ROWS, COLS), tile.to(head.dtype.element_ty), mask=inside
-    )
-
-
-@triton.jit
-def flatten(tile, NUM_WARPS: tl.constexpr):
-    """A tile as a vector in which each thread's elements lie as the matmul left them in its registers.
-
-    Groups of its index bits, of the rows (repeat, warp, 8, lane) and of the columns (warp, repeat, lane, pair), in the
-    order repeats, warps, lanes, the four elements a thread stores at once. Where a GPU's accumulators lie otherwise,
-    it is only a permutation. ``unflatten`` undoes it.
-    """
-    WARP_ROWS: tl.constexpr = min(tile.shape[0] // 16, NUM_WARPS)
-    WARP_COLS: tl.constexpr = NUM_WARPS // WARP_ROWS
-    split = tl.reshape(
-        tile,
-        (
-            tile.shape[0] // (16 * WARP_ROWS),
-            WARP_ROWS,
-            2,
-            8,
-            WARP_COLS,
-            tile.shape[1] // (8 * WARP_COLS),
-            4,
-            2,
-        ),
-    )
-    return tl.reshape(tl.permute(split, (0, 5, 4, 1, 3, 6, 2, 7)), (tile.shape[0] * tile.shape[1],))
-
-
-@triton.jit
-def unflatten(vector, ROWS: tl.constexpr, COLS: tl.constexpr, NUM_WARPS: tl.constexpr):
-    """The (ROWS, COLS) tile that ``flatten`` made a vector of."""
-    WARP_ROWS: tl.constexpr = min(ROWS // 16, NUM_WARPS)
-    WARP_COLS: tl.constexpr = NUM_WARPS // WARP_ROWS
-    split = tl.reshape(
-        vector,
-        (ROWS // (16 * WARP_ROWS), COLS // (8 * WARP_COLS), WARP_COLS, WARP_ROWS, 8, 4, 2, 2),
-    )
-    return tl.reshape(tl.permute(split, (0, 3, 6, 4, 2, 1, 5, 7)), (ROWS, COLS))
-
-
-@triton.jit
-def first_rows(col, row, seq_len, seq_len_kv, CAUSAL: tl.constexpr, BLOCK_N: tl.constexpr):
-    """For each key from ``col`` on, the first row of the Q tile at ``row`` that sees it: beyond any tile for no row.
-
-    A causal mask is aligned bottom-right. One value a key, and none a query, keeps the masked loop's registers down.
-    """
-    cols = col + tl.arange(0, BLOCK_N)
-    if CAUSAL:
-        first = tl.where(cols < seq_len_kv, cols - (seq_len_kv - seq_len), 2147483647)
-        return first - row
-    return tl.where(cols < seq_len_kv, 0, 2147483647)
-
-
 @triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
 def prepare_tiles(
     out, dout, lse, lse2, delta, dq, workspace, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
@@ -247,29 +180,48 @@ def prepare_tiles(
 
 @triton.jit
 def walk(
-    dk, dv, k, v, first, last, visit, turns,
-    q, dout, stride_qs, stride_gs, lse2, delta, dq, workspace, semaphores, bound_ns,
-    n_block, seq_len, seq_len_kv, scale_log2,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
+    dk, dv, k, v, first, last, n_block, m_first, visit, turns, query_head, lengths, factors, workspace, bound_ns,
+    MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
+    VARLEN: tl.constexpr, DESCENDING: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """Steps ``first .. last - 1`` of one KV tile's visit: adds to its dK and dV, and to dQ in turn."""
-    next_block = tl.load(visit + first)
+    """Steps ``first .. last - 1`` of a KV tile's visit for one query head: adds to dK and dV, and to dQ in turn."""
+    q, dout, stride_qs, stride_gs, lse2, delta, dq, semaphores = query_head
+    seq_len, seq_len_kv, left, right = lengths
+    scale_log2, cap_log2 = factors
+    if not VARLEN:
+        next_block = tl.load(visit + first)
     for step in range(first, last):
-        m_block = next_block
-        next_block = tl.load(visit + step + 1)  # at the end: a word of what follows, unused
-        if POLICY == ORDERED:
-            turn = tl.load(turns + step)
+        if VARLEN:
+            m_block = m_first + step
+            turn = turn_of(
+                n_block, m_block, seq_len, seq_len_kv, left, right, DESCENDING, BLOCK_M, BLOCK_N
+            )
+        else:
+            m_block = next_block
+            next_block = tl.load(visit + step + 1)  # at the end: a word of what follows, unused
+            if POLICY == ORDERED:
+                turn = tl.load(turns + step)
         row = m_block * BLOCK_M
         rows = row + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, stride_qs, row, seq_len, RAGGED, BLOCK_M, HEAD_DIM)
         scores = tl.dot(k, tl.trans(q_tile))
-        p = tl.math.exp2(scores * scale_log2 - tl.load(lse2 + rows)[None, :])
+        if SOFTCAP:
+            capped = tanh(scores * scale_log2)
+            p = tl.math.exp2(capped * cap_log2 - tl.load(lse2 + rows)[None, :])
+        else:
+            p = tl.math.exp2(scores * scale_log2 - tl.load(lse2 + rows)[None, :])
         if MASK:
-            first_row = first_rows(n_block * BLOCK_N, row, seq_len, seq_len_kv, CAUSAL, BLOCK_N)
-            p = tl.where(first_row[:, None] <= tl.arange(0, BLOCK_M)[None, :], p, 0.0)
-        dout_tile = load_tile(dout, stride_gs, row, seq_len, RAGGED, BLOCK_M, HEAD_DIM)
+            first_row = first_rows(
+                n_block * BLOCK_N, row, seq_len, seq_len_kv, right, CAUSAL, WINDOWED, BLOCK_N
+            )
+            seen = sees(tl.arange(0, BLOCK_M)[None, :], first_row[:, None], left, right, WINDOWED)
+            p = tl.where(seen, p, 0.0)
+        dout_tile = load_tile(dout, stride_gs, row, seq_len, RAGGED, BLOCK_M, HEAD_DIM_V)
         dv = tl.dot(p.to(k.dtype), dout_tile, dv)
+        if SOFTCAP:
+            p *= 1.0 - capped * capped
         dp = tl.dot(v, tl.trans(dout_tile))
         ds = (p * (dp - tl.load(delta + rows)[None, :])).to(k.dtype)
         dk = tl.dot(ds, q_tile, dk)
@@ -287,91 +239,176 @@ def walk(
 
 
 @triton.jit
+def walk_head(
+    dk, dv, k, v, member, n_block, bounds, m_first, visit, turns, rows, strides, num_m, lengths, factors, workspace, bound_ns,
+    CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
+    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """The whole visit of a KV tile for query head ``member`` of its group, masked steps in a loop of their own."""
+    q, dout, lse2, delta, dq, semaphores = rows
+    stride_qs, stride_qh, stride_gs, stride_gh = strides
+    tiles = member * num_m
+    head = (
+        q + member * stride_qh, dout + member * stride_gh, stride_qs, stride_gs,
+        lse2 + tiles * BLOCK_M, delta + tiles * BLOCK_M, dq + tiles * (BLOCK_M * HEAD_DIM), semaphores + tiles,
+    )  # fmt: skip
+    for section in tl.static_range(3):  # plain, masked, plain; with a window: masked, plain, masked
+        if (SECTIONS >> section) % 2 == 1:
+            dk, dv = walk(
+                dk, dv, k, v, bounds[section], bounds[section + 1], n_block, m_first, visit, turns,
+                head, lengths, factors, workspace, bound_ns,
+                SECTIONS == ALL_MASKED or (section == 1) != WINDOWED, CAUSAL, WINDOWED, SOFTCAP,
+                VARLEN, DESCENDING, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
+            )  # fmt: skip
+    return dk, dv
+
+
+@triton.jit
+def run_kv_tile(
+    k, v, dk_head, dv_head, heads_kv, group, n_block, bounds, m_first, visit, turns, kv_strides, rows, strides, num_m,
+    lengths, factors, scale, workspace, bound_ns,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
+    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
+):  # fmt: skip
+    """dK and dV of one KV tile: its visit for the query heads of its group, one after another in head order."""
+    seq_len_kv = lengths[1]
+    row = n_block * BLOCK_N
+    k_tile = load_tile(k, kv_strides[0], row, seq_len_kv, True, BLOCK_N, HEAD_DIM)
+    v_tile = load_tile(v, kv_strides[1], row, seq_len_kv, True, BLOCK_N, HEAD_DIM_V)
+    dk = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
+    dv = tl.zeros((BLOCK_N, HEAD_DIM_V), tl.float32)
+    if SECTIONS == ALL_MASKED:
+        bounds = (0, 0, bounds[3], bounds[3])
+    if GROUPED:
+        for member in range(group):
+            dk, dv = walk_head(
+                dk, dv, k_tile, v_tile, tl.cast(member, tl.int64), n_block, bounds, m_first, visit, turns, rows, strides, num_m,
+                lengths, factors, workspace, bound_ns, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED,
+                POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
+            )  # fmt: skip
+    else:
+        dk, dv = walk_head(
+            dk, dv, k_tile, v_tile, 0, n_block, bounds, m_first, visit, turns, rows, strides, num_m,
+            lengths, factors, workspace, bound_ns, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED,
+            POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
+        )  # fmt: skip
+    store_tile(dk_head, heads_kv * HEAD_DIM, row, seq_len_kv, dk * scale, BLOCK_N, HEAD_DIM)
+    store_tile(dv_head, heads_kv * HEAD_DIM_V, row, seq_len_kv, dv, BLOCK_N, HEAD_DIM_V)
+
+
+@triton.jit
 def run_item(
-    ticket, arrays, num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
+    ticket, arrays, num_items, num_tiles, num_steps, interleaved, total_heads, heads_kv, group, num_m,
     q, k, v, dout, lse2, delta, dq, dk, dv, workspace, bound_ns,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2,
-    CAUSAL: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
+    stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, left, right, scale, scale_log2, cap_log2,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
+    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """All KV tiles of the item that ``ticket`` names (schedules.Launch.head_and_item)."""
-    item_begin = arrays + num_items
-    kv_tile = item_begin + num_items + 1
-    visit_begin = kv_tile + num_tiles
-    visit_count = visit_begin + num_tiles
-    mask_begin = visit_count + num_tiles
-    mask_end = mask_begin + num_tiles
-    visit = mask_end + num_tiles
-    turns = visit + num_steps
-
+    """All KV tiles of the item that ``ticket`` names (schedules.Launch.head_and_item), of one KV head."""
     first_head = ticket // (interleaved * num_items) * interleaved
     width = tl.minimum(interleaved, total_heads - first_head)
     rest = ticket - first_head * num_items
-    head = first_head + rest % width
-    item = tl.load(arrays + rest // width)
+    kv_head = first_head + rest % width
+    position = rest // width
 
-    b = (head // heads).to(tl.int64)
-    h = (head % heads).to(tl.int64)
-    q += b * stride_qb + h * stride_qh
+    b = (kv_head // heads_kv).to(tl.int64)
+    h = (kv_head % heads_kv).to(tl.int64)
+    q += b * stride_qb + h * group * stride_qh
     k += b * stride_kb + h * stride_kh
     v += b * stride_vb + h * stride_vh
-    dout += b * stride_gb + h * stride_gh
-    dk += (b * seq_len_kv * heads + h) * HEAD_DIM
-    dv += (b * seq_len_kv * heads + h) * HEAD_DIM
-    first_m = head.to(tl.int64) * num_m
-    lse2 += first_m * BLOCK_M
-    delta += first_m * BLOCK_M
-    dq += first_m * BLOCK_M * HEAD_DIM
-    semaphores = workspace + HEADER_WORDS + first_m
+    dout += b * stride_gb + h * group * stride_gh
+    dk += (b * seq_len_kv * heads_kv + h) * HEAD_DIM
+    dv += (b * seq_len_kv * heads_kv + h) * HEAD_DIM_V
+    first_m = kv_head.to(tl.int64) * group * num_m
+    strides = (stride_qs, stride_qh, stride_gs, stride_gh)
+    factors = (scale_log2, cap_log2)
 
-    for tile in range(tl.load(item_begin + item), tl.load(item_begin + item + 1)):
-        n_block = tl.load(kv_tile + tile)
-        begin = tl.load(visit_begin + tile)
-        count = tl.load(visit_count + tile)
-        bounds = (0, tl.load(mask_begin + tile), tl.load(mask_end + tile), count)
-        if SECTIONS == ALL_MASKED:
-            bounds = (0, 0, count, count)
-        row = n_block * BLOCK_N
-        k_tile = load_tile(k, stride_ks, row, seq_len_kv, True, BLOCK_N, HEAD_DIM)
-        v_tile = load_tile(v, stride_vs, row, seq_len_kv, True, BLOCK_N, HEAD_DIM)
-        dk_tile = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
-        dv_tile = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
-        for section in tl.static_range(3):  # plain, masked, plain
-            if (SECTIONS >> section) % 2 == 1:
-                dk_tile, dv_tile = walk(
-                    dk_tile, dv_tile, k_tile, v_tile, bounds[section], bounds[section + 1], visit + begin, turns + begin,
-                    q, dout, stride_qs, stride_gs, lse2, delta, dq, workspace, semaphores, bound_ns,
-                    n_block, seq_len, seq_len_kv, scale_log2,
-                    CAUSAL, section == 1, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS,
-                )  # fmt: skip
-        store_tile(dk, heads * HEAD_DIM, row, seq_len_kv, dk_tile * scale, BLOCK_N, HEAD_DIM)
-        store_tile(dv, heads * HEAD_DIM, row, seq_len_kv, dv_tile, BLOCK_N, HEAD_DIM)
+    if VARLEN:
+        tile = arrays + position.to(tl.int64) * KV_TILE_WORDS
+        q_start = tl.load(tile).to(tl.int64)
+        k_start = tl.load(tile + 1).to(tl.int64)
+        lengths = (tl.load(tile + 2), tl.load(tile + 3), left, right)
+        first_m += tl.load(tile + 4)
+        bounds = (0, tl.load(tile + 8), tl.load(tile + 9), tl.load(tile + 7))
+        rows = (
+            q + q_start * stride_qs, dout + q_start * stride_gs, lse2 + first_m * BLOCK_M, delta + first_m * BLOCK_M,
+            dq + first_m * (BLOCK_M * HEAD_DIM), workspace + HEADER_WORDS + first_m,
+        )  # fmt: skip
+        run_kv_tile(
+            k + k_start * stride_ks, v + k_start * stride_vs, dk + k_start * heads_kv * HEAD_DIM,
+            dv + k_start * heads_kv * HEAD_DIM_V, heads_kv, group, tl.load(tile + 5), bounds, tl.load(tile + 6),
+            arrays, arrays, (stride_ks, stride_vs), rows, strides, num_m, lengths, factors, scale, workspace, bound_ns,
+            GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY,
+            BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
+        )  # fmt: skip
+    else:
+        item_begin = arrays + num_items
+        kv_tile = item_begin + num_items + 1
+        visit_begin = kv_tile + num_tiles
+        visit_count = visit_begin + num_tiles
+        mask_begin = visit_count + num_tiles
+        mask_end = mask_begin + num_tiles
+        visit = mask_end + num_tiles
+        turns = visit + num_steps
+        item = tl.load(arrays + position)
+        rows = (
+            q, dout, lse2 + first_m * BLOCK_M, delta + first_m * BLOCK_M, dq + first_m * (BLOCK_M * HEAD_DIM),
+            workspace + HEADER_WORDS + first_m,
+        )  # fmt: skip
+        for tile in range(tl.load(item_begin + item), tl.load(item_begin + item + 1)):
+            begin = tl.load(visit_begin + tile)
+            bounds = (
+                0, tl.load(mask_begin + tile), tl.load(mask_end + tile), tl.load(visit_count + tile)
+            )  # fmt: skip
+            run_kv_tile(
+                k, v, dk, dv, heads_kv, group, tl.load(kv_tile + tile), bounds, 0, visit + begin, turns + begin,
+                (stride_ks, stride_vs), rows, strides, num_m, (seq_len, seq_len_kv, left, right), factors, scale,
+                workspace, bound_ns,
+                GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY,
+                BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
+            )  # fmt: skip
 
 
 @triton.jit(
     do_not_specialize=[
-        "num_items", "num_tiles", "num_steps", "interleaved", "total_heads", "heads", "num_m", "seq_len", "seq_len_kv"
+        "num_items", "num_tiles", "num_steps", "interleaved", "total_heads", "heads_kv", "group", "num_m",
+        "seq_len", "seq_len_kv", "left", "right",
     ]
 )  # fmt: skip
 def kv_tiles(
-    q, k, v, dout, lse2, delta, dq, dk, dv, workspace, arrays,
-    num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
+    q, k, v, dout, lse2, delta, dq, dk, dv, workspace, arrays, counts,
+    num_items, num_tiles, num_steps, interleaved, total_heads, heads_kv, group, num_m,
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2, bound_ns,
-    CAUSAL: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, PERSISTENT: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
+    stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, left, right, scale, scale_log2, cap_log2, bound_ns,
+    GROUPED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
+    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    PERSISTENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
-    """The main kernel: dK, dV and (but for two_pass) dQ. One item a CTA, or items until the tickets are used up."""
+    """The main kernel: dK, dV and (but for two_pass) dQ. One item a CTA, or items until the tickets are used up.
+
+    ``arrays`` holds a schedule, of which an item has one KV head; packed sequences: ``kv_tiles`` of a SequencePlan,
+    whose tiles are the items, and its ``counts``. ``total_heads`` counts KV heads.
+    """
+    if VARLEN:
+        num_items = tl.load(counts)
     tickets = num_items * total_heads
     ticket = tl.atomic_add(workspace, 1, sem="relaxed")
     while ticket < tickets:
         run_item(
-            ticket, arrays, num_items, num_tiles, num_steps, interleaved, total_heads, heads, num_m,
+            ticket, arrays, num_items, num_tiles, num_steps, interleaved, total_heads, heads_kv, group, num_m,
             q, k, v, dout, lse2, delta, dq, dk, dv, workspace, bound_ns,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-            stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2,
-            CAUSAL, SECTIONS, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, NUM_WARPS,
+            stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, left, right, scale, scale_log2, cap_log2,
+            GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY,
+            BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
         )  # fmt: skip
         if PERSISTENT:
             ticket = tl.atomic_add(workspace, 1, sem="relaxed")
@@ -379,86 +416,24 @@ def kv_tiles(
             ticket = tickets
 
 
-@triton.jit
-def add_kv_tiles(
-    dq, q, dout, lse2, delta, first, last, k, v, stride_ks, stride_vs, row, seq_len, seq_len_kv, scale_log2,
-    CAUSAL: tl.constexpr, MASK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    for n_block in range(first, last):
-        col = n_block * BLOCK_N
-        k_tile = load_tile(k, stride_ks, col, seq_len_kv, MASK, BLOCK_N, HEAD_DIM)
-        v_tile = load_tile(v, stride_vs, col, seq_len_kv, MASK, BLOCK_N, HEAD_DIM)
-        p = tl.math.exp2(tl.dot(q, tl.trans(k_tile)) * scale_log2 - lse2[:, None])
-        if MASK:
-            first_row = first_rows(col, row, seq_len, seq_len_kv, CAUSAL, BLOCK_N)
-            p = tl.where(first_row[None, :] <= tl.arange(0, BLOCK_M)[:, None], p, 0.0)
-        ds = (p * (tl.dot(dout, tl.trans(v_tile)) - delta[:, None])).to(q.dtype)
-        dq = tl.dot(ds, k_tile, dq)
-    return dq
-
-
-@triton.jit(do_not_specialize=["heads", "num_m", "seq_len", "seq_len_kv"])
-def dq_tiles(
-    q, k, v, dout, lse2, delta, dq, heads, num_m,
-    stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
-    stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, scale, scale_log2,
-    CAUSAL: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
-):  # fmt: skip
-    """The dQ pass of two_pass: a CTA owns one Q tile and adds its KV tiles in ascending order (longest first)."""
-    head = tl.program_id(0) // num_m
-    m_block = num_m - 1 - tl.program_id(0) % num_m
-    b = (head // heads).to(tl.int64)
-    h = (head % heads).to(tl.int64)
-    row = m_block * BLOCK_M
-    rows = tl.arange(0, BLOCK_M)
-    q += b * stride_qb + h * stride_qh
-    dout += b * stride_gb + h * stride_gh
-    q_tile = load_tile(q, stride_qs, row, seq_len, True, BLOCK_M, HEAD_DIM)
-    dout_tile = load_tile(dout, stride_gs, row, seq_len, True, BLOCK_M, HEAD_DIM)
-    padded = (head.to(tl.int64) * num_m + m_block) * BLOCK_M
-    lse2_rows = tl.load(lse2 + padded + rows)
-    delta_rows = tl.load(delta + padded + rows)
-    k += b * stride_kb + h * stride_kh
-    v += b * stride_vb + h * stride_vh
-    keys = seq_len_kv  # that the tile's last row sees, and those that all its rows see
-    keys_of_all = seq_len_kv
-    if CAUSAL:
-        keys = tl.maximum(tl.minimum(row + BLOCK_M, seq_len) + seq_len_kv - seq_len, 0)
-        keys_of_all = tl.minimum(tl.maximum(row + 1 + seq_len_kv - seq_len, 0), seq_len_kv)
-    bounds = (0, keys_of_all // BLOCK_N, (keys + BLOCK_N - 1) // BLOCK_N)
-    dq_tile = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
-    for section in tl.static_range(2):  # plain, masked
-        dq_tile = add_kv_tiles(
-            dq_tile, q_tile, dout_tile, lse2_rows, delta_rows, bounds[section], bounds[section + 1],
-            k, v, stride_ks, stride_vs, row, seq_len, seq_len_kv, scale_log2,
-            CAUSAL, section == 1, BLOCK_M, BLOCK_N, HEAD_DIM,
-        )  # fmt: skip
-    dq += (b * seq_len * heads + h) * HEAD_DIM
-    store_tile(dq, heads * HEAD_DIM, row, seq_len, dq_tile * scale, BLOCK_M, HEAD_DIM)
-
-
 @triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
 def cast_tiles(
-    accumulated, dq, workspace, record, heads, num_m, seq_len, scale,
+    accumulated, dq, workspace, record, tiles, counts, heads, num_m, seq_len, scale,
     POLICY: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """dQ in the output's dtype: scaled; 0 where nothing was added; NaN everywhere once a turn has not come.
 
     In that case the first program copies what the header says of it to ``record`` (host memory): 1, head, Q tile,
-    turn, contributions seen. NUM_WARPS is that of the main kernel.
+    turn, contributions seen. NUM_WARPS is that of the main kernel; ``tiles`` and ``counts`` as in ``prepare_tiles``.
     """
     program = tl.program_id(0)
     head = program // num_m
+    m_block = program % num_m
     b = (head // heads).to(tl.int64)
     h = (head % heads).to(tl.int64)
-    source = (
-        accumulated + program.to(tl.int64) * (BLOCK_M * HEAD_DIM) + tl.arange(0, BLOCK_M * HEAD_DIM)
-    )
+    dq += (b * seq_len * heads + h) * HEAD_DIM
     if POLICY == ORDERED:
-        contributions = tl.load(workspace + HEADER_WORDS + program)
-        vector = tl.load(source, mask=contributions != 0, other=0.0)
         aborted = tl.load(workspace + 1) != 0
-        vector = tl.where(aborted, float("nan"), vector)
         if aborted & (program == 0):
             late = tl.load(workspace + 2)
             tl.store(record + 1, late // num_m)
@@ -466,8 +441,21 @@ def cast_tiles(
             tl.store(record + 3, tl.load(workspace + 3))
             tl.store(record + 4, tl.load(workspace + 4))
             tl.store(record, 1)
+    if tiles is not None:
+        if m_block >= tl.load(counts + 1):
+            return
+        tile = tiles + m_block.to(tl.int64) * Q_TILE_WORDS
+        dq += tl.load(tile).to(tl.int64) * heads * HEAD_DIM
+        seq_len = tl.load(tile + 1)
+        m_block = tl.load(tile + 2)
+    source = (
+        accumulated + program.to(tl.int64) * (BLOCK_M * HEAD_DIM) + tl.arange(0, BLOCK_M * HEAD_DIM)
+    )
+    if POLICY == ORDERED:
+        contributions = tl.load(workspace + HEADER_WORDS + program)
+        vector = tl.load(source, mask=contributions != 0, other=0.0)
+        vector = tl.where(aborted, float("nan"), vector)
     else:
         vector = tl.load(source)
     tile = unflatten(vector * scale, BLOCK_M, HEAD_DIM, NUM_WARPS)
-    dq += (b * seq_len * heads + h) * HEAD_DIM
-    store_tile(dq, heads * HEAD_DIM, program % num_m * BLOCK_M, seq_len, tile, BLOCK_M, HEAD_DIM)
+    store_tile(dq, heads * HEAD_DIM, m_block * BLOCK_M, seq_len, tile, BLOCK_M, HEAD_DIM)

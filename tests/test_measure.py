@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections import OrderedDict
+from collections import OrderedDict, namedtuple
 from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -17,21 +17,30 @@ from dash_kernels import reference, testing
 from dash_kernels.kernels import forward as forward_module
 from dash_kernels.problem import Config, Problem
 from tuner.failures import CandidateError
-from tuner.gates import Cell, Entry, _sample_heads
+from tuner.gates import Cell, Entry
 from tuner.measure import Measurer, classified
 from tuner.nvml import VisibleGpu, _selected, throttle_names
 from tuner.policy import MeasurementPolicy
 from tuner.sampling import Sampler
 from tuner.stats import interval_width, median_interval
+from tuner.truth import SOFTCAP, packed_lengths, spread, work_share
 
 PROBLEM = Problem("causal", 64, 48, batch=2, heads=3)
 ORDERED, UNORDERED = Config(), Config(policy="unordered")
 
 
+OPTIONS = ("causal", "scale", "window", "softcap")
+
+
 def rounded_gradients(dout: Any, q: Any, k: Any, v: Any, **how: Any) -> tuple[Any, ...]:
     """What a good kernel answers: float64 gradients, rounded."""
-    exact = reference.attention_backward(dout, q, k, v, causal=how["causal"], scale=how["scale"])
-    return tuple(x.to(q.dtype) for x in exact)
+    named = {name: how[name] for name in OPTIONS if name in how}
+    if "sequences" not in how:
+        exact = reference.attention_backward(dout, q, k, v, **named)
+        return tuple(x.to(q.dtype) for x in exact)
+    starts = how["sequences"].cu_seqlens_q, how["sequences"].cu_seqlens_k
+    packed = reference.packed_gradients(dout[0], q[0], k[0], v[0], *starts, **named)
+    return tuple(x[None].to(q.dtype) for x in packed[:3])
 
 
 class FakeKernel(ModuleType):
@@ -80,9 +89,13 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
     monkeypatch.setitem(sys.modules, "dash_kernels.kernels.launch", fake)
     monkeypatch.setattr(testing, "torch_flash_gradients", rounded_gradients)
 
-    def forward(q: Any, k: Any, v: Any, *, causal: bool, scale: float) -> Any:
-        out, lse = reference.attention_forward(q, k, v, causal=causal, scale=scale)
-        return out.to(q.dtype), lse.float()
+    def forward(q: Any, k: Any, v: Any, sequences: Any = None, **how: Any) -> Any:
+        if sequences is None:
+            out, lse = reference.attention_forward(q, k, v, **how)
+            return out.to(q.dtype), lse.float()
+        starts = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+        out, lse = reference.packed_forward(q[0], k[0], v[0], *starts, **how)
+        return out[None].to(q.dtype), lse[None].float()
 
     monkeypatch.setattr(forward_module, "forward", forward)
     return fake
@@ -91,6 +104,16 @@ def kernel(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeKernel]:
 @pytest.fixture
 def cell(kernel: FakeKernel) -> Cell:
     return Cell(torch, PROBLEM, 2, "cpu")
+
+
+@pytest.fixture
+def packed_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``kernels.sequences`` where there is no Triton: the tuple alone."""
+    module: Any = ModuleType("dash_kernels.kernels.sequences")
+    module.Sequences = namedtuple(
+        "Sequences", "cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k"
+    )
+    monkeypatch.setitem(sys.modules, "dash_kernels.kernels.sequences", module)
 
 
 @pytest.fixture
@@ -134,7 +157,7 @@ def test_a_wrong_value_in_a_sampled_head_is_over_budget(cell: Cell, kernel: Fake
 
 
 def test_a_wrong_head_outside_the_sample_is_named(cell: Cell, kernel: FakeKernel) -> None:
-    assert (0, 1) not in cell.sample
+    assert cell.truth.peer is not None
     kernel.spoil[1] = lambda dq, dk, dv: dq[0, :, 1].zero_()
     with pytest.raises(CandidateError, match="dq of batch 0, head 1") as failed:
         cell.gate(ORDERED, cell.runner(Entry(ORDERED, 1)), 4)
@@ -168,6 +191,72 @@ def test_the_unordered_yardstick_may_vary_and_is_marked(cell: Cell, kernel: Fake
     kernel.spoil[2] = flip_a_bit
     found = cell.gate(UNORDERED, cell.runner(Entry(UNORDERED, 1)), 3)
     assert found["bits_equal"] is False
+
+
+SHAPE: dict[str, Any] = {"mask": "causal", "head_dim": 64, "seq_len": 48, "heads": 4}
+WITH_OPTIONS = {
+    "window": (Problem(**SHAPE, window_left=7), "window"),
+    "window on both sides": (
+        Problem(**{**SHAPE, "mask": "full"}, window_left=7, window_right=3),
+        "window",
+    ),
+    "softcap": (Problem(**SHAPE, softcap=True), "softcap"),
+    "packed": (Problem(**SHAPE, batch=3, varlen=True), "sequences"),
+    "grouped heads": (Problem(**SHAPE, heads_kv=2), ""),
+    "padded": (Problem(**{**SHAPE, "head_dim": 72}), ""),
+    "V narrower": (Problem(**{**SHAPE, "head_dim": 72}, head_dim_v=40), ""),
+    "all at once": (
+        Problem(**SHAPE, batch=2, heads_kv=1, window_left=9, softcap=True, varlen=True),
+        "softcap",
+    ),
+}
+
+
+@pytest.mark.parametrize(("problem", "forgotten"), WITH_OPTIONS.values(), ids=WITH_OPTIONS)
+def test_options_reach_the_kernel_and_one_that_forgets_them_is_wrong(
+    problem: Problem,
+    forgotten: str,
+    kernel: FakeKernel,
+    packed_module: None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cell = Cell(torch, problem, 2, "cpu")
+    found = cell.gate(ORDERED, cell.runner(Entry(ORDERED, 1)), 2)
+    assert 0 < found["rel_error"] <= found["budget"]
+    dq, dk, dv = cell.first
+    assert (dq.shape, dk.shape, dv.shape) == (cell.q.shape, cell.k.shape, cell.v.shape)
+    if not forgotten:
+        return
+    plain = kernel.backward
+
+    def forgets(*tensors: Any, **how: Any) -> Any:
+        del how[forgotten]
+        return plain(*tensors, **how)
+
+    monkeypatch.setattr(kernel, "backward", forgets)
+    with pytest.raises(CandidateError, match="the budget is") as failed:
+        cell.gate(ORDERED, cell.runner(Entry(ORDERED, 1)), 2)
+    assert failed.value.failure == "correctness"
+
+
+def test_packed_sequences_count_the_work_that_they_are() -> None:
+    problem = Problem("causal", 64, 4096, batch=4, varlen=True)
+    assert packed_lengths(problem) == [(1024, 1024), (2048, 2048), (3072, 3072), (4096, 4096)]
+    assert work_share(problem) == (1 + 4 + 9 + 16) / 64
+    assert work_share(PROBLEM) == 1.0
+
+
+def test_a_forward_that_no_kernel_computes_is_constraints(
+    kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any, **how: Any) -> Any:
+        assert how["softcap"] == SOFTCAP
+        raise NotImplementedError("no forward kernel caps scores")
+
+    monkeypatch.setattr(forward_module, "forward", refuse)
+    with pytest.raises(CandidateError, match="caps scores") as failed:
+        Cell(torch, Problem(**SHAPE, softcap=True), 2, "cpu")
+    assert failed.value.failure == "constraints"
 
 
 def test_a_refusal_before_launch_is_constraints(
@@ -266,8 +355,9 @@ def test_launch_errors_get_the_class_of_their_cause() -> None:
 
 
 def test_sampled_heads_are_the_first_and_the_last() -> None:
-    assert _sample_heads(PROBLEM, 2) == [(0, 0), (1, 2)]
-    assert _sample_heads(Problem("full", 64, 64), 2) == [(0, 0)]
+    assert spread(6, 2) == [0, 5]
+    assert spread(1, 2) == [0]
+    assert spread(3, 9) == [0, 1, 2]
 
 
 def test_median_interval_covers_the_median_and_narrows() -> None:

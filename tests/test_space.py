@@ -115,7 +115,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("filters, word", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("filters", "word"), OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("capability", [HOPPER, (8, 0)])
 def test_every_option_has_a_space_with_its_baseline_and_what_runs(
     filters: SpaceFilter, word: str, capability: tuple[int, int]

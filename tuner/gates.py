@@ -9,6 +9,15 @@ from typing import Any
 
 from dash_kernels.problem import Config, Problem
 from tuner.failures import CandidateError
+from tuner.truth import (
+    kernel_dims,
+    options_of,
+    packed_lengths,
+    peer_runs,
+    sequences_of,
+    truth_of,
+    work_share,
+)
 
 
 class Entry:
@@ -24,9 +33,10 @@ class Entry:
 
 
 class Cell:
-    """The inputs of one problem, and the truth about its gradients: float64 for a few heads, PyTorch's for all.
+    """The inputs of one problem, and the truth about its gradients (``tuner.truth``).
 
-    Raises CandidateError (constraints) when the inputs do not fit into the GPU's memory.
+    Packed sequences stand in one row of a batch of 1. Raises CandidateError (constraints) when the inputs do not fit
+    into the GPU's memory or no forward pass computes them.
     """
 
     def __init__(
@@ -36,13 +46,23 @@ class Cell:
         self.bytes = cell_bytes(problem)
         self.scale = 1 / math.sqrt(problem.head_dim)
         self.first: tuple[Any, ...] = ()
+        self.sequences = sequences_of(torch, problem, device)
+        self.how: dict[str, Any] = {"causal": problem.causal, "scale": self.scale}
+        self.how |= options_of(problem)
+        if self.sequences is not None:
+            self.how["sequences"] = self.sequences
         try:
             self._make_inputs()
-            self._make_truth(_sample_heads(problem, reference_heads))
+            inputs = self.dout, self.q, self.k, self.v
+            self.truth = truth_of(
+                torch, problem, inputs, self.scale, self.sequences, reference_heads
+            )
         except torch.cuda.OutOfMemoryError as error:
             raise CandidateError(
                 "constraints", f"the inputs do not fit into GPU memory: {error}"
             ) from error
+        except NotImplementedError as error:
+            raise CandidateError("constraints", str(error)) from error
 
     def _make_inputs(self) -> None:
         from dash_kernels.kernels.forward import forward
@@ -50,51 +70,55 @@ class Cell:
         torch, problem = self.torch, self.problem
         maker = torch.Generator(device=self.device)
         maker.manual_seed(secrets.randbits(62))
+        batch, rows, keys = problem.batch, problem.seq_len, problem.seq_len_kv
+        if problem.varlen:
+            batch, (rows, keys) = 1, map(sum, zip(*packed_lengths(problem), strict=True))
 
-        def normal(length: int, heads: int) -> Any:
-            shape = (problem.batch, length, heads, problem.head_dim)
+        def normal(length: int, heads: int, dim: int) -> Any:
             dtype = getattr(torch, problem.dtype)
+            shape = (batch, length, heads, dim)
             return torch.randn(shape, dtype=dtype, device=self.device, generator=maker)
 
-        self.q, self.dout = (normal(problem.seq_len, problem.heads) for _ in range(2))
-        self.k, self.v = (normal(problem.seq_len_kv, problem.heads_kv) for _ in range(2))
-        self.out, self.lse = forward(
-            self.q, self.k, self.v, causal=problem.causal, scale=self.scale
-        )
+        self.q = normal(rows, problem.heads, problem.head_dim)
+        self.dout = normal(rows, problem.heads, problem.head_dim_v)
+        self.k = normal(keys, problem.heads_kv, problem.head_dim)
+        self.v = normal(keys, problem.heads_kv, problem.head_dim_v)
+        self.out, self.lse = forward(self.q, self.k, self.v, **self.how)
 
-    def _make_truth(self, sample: list[tuple[int, int]]) -> None:
-        from dash_kernels.testing import budgets_of, torch_flash_gradients
-
-        self.sample = sample
-        inputs = (self.dout, self.q, self.k, self.v)
-        how: dict[str, Any] = {"causal": self.problem.causal, "scale": self.scale}
-        self.exact, self.budgets = budgets_of(*map(self._pick, inputs), **how)
-        self.peer = torch_flash_gradients(*inputs, **how)
-
-    def _pick(self, x: Any) -> Any:
-        """(samples, S, 1, D): the sampled heads as a batch."""
-        return self.torch.stack([x[batch, :, head] for batch, head in self.sample])[:, :, None]
+    def tflops(self, milliseconds: float) -> float:
+        """Of the whole problem; of packed sequences the work that they are."""
+        return self.problem.tflops(milliseconds) * work_share(self.problem)
 
     def runner(self, entry: Entry) -> Callable[[], tuple[Any, Any, Any]]:
-        """A call that runs the whole backward of ``entry`` once and answers dq, dk, dv."""
+        """A call that runs the whole backward of ``entry`` once and answers dq, dk, dv.
+
+        Head dims that no kernel has are filled up with zeros on the way in and cut on the way out, as users' are.
+        """
         from dash_kernels.kernels.launch import backward
 
-        def run() -> tuple[Any, Any, Any]:
-            grads: tuple[Any, Any, Any] = backward(
-                self.dout,
-                self.q,
-                self.k,
-                self.v,
-                self.out,
-                self.lse,
-                config=entry.config,
-                causal=self.problem.causal,
-                scale=self.scale,
-                allow_resident=entry.min_resident > 1,
-            )
-            return grads
+        problem, resident = self.problem, entry.min_resident > 1
+        dim, dim_v = kernel_dims(problem, entry.config.backend)
+        how = {**self.how, "config": entry.config, "allow_resident": resident}
+        if (dim, dim_v) == (problem.head_dim, problem.head_dim_v):
+            inputs = self.dout, self.q, self.k, self.v, self.out, self.lse
 
-        return run
+            def run() -> tuple[Any, Any, Any]:
+                grads: tuple[Any, Any, Any] = backward(*inputs, **how)
+                return grads
+
+            return run
+
+        from dash_kernels.layouts import pad_head_dim
+
+        def run_padded() -> tuple[Any, Any, Any]:
+            q, k = (pad_head_dim(x, dim) for x in (self.q, self.k))
+            dout, v, out = (pad_head_dim(x, dim_v) for x in (self.dout, self.v, self.out))
+            dq, dk, dv = backward(dout, q, k, v, out, self.lse, **how)
+            cut = ((dq, problem.head_dim), (dk, problem.head_dim), (dv, problem.head_dim_v))
+            dq, dk, dv = (x[..., :own].contiguous() for x, own in cut)
+            return dq, dk, dv
+
+        return run_padded
 
     def gate(self, config: Config, run: Callable[[], Any], runs: int) -> dict[str, Any]:
         """Columns of the row that passes: errors, their budget, bits compared. Raises CandidateError at a failure.
@@ -144,8 +168,10 @@ class Cell:
         from dash_kernels.testing import GRADIENTS, error_of
 
         worst: dict[str, Any] = {}
-        for name, grad, peer in zip(GRADIENTS, grads, self.peer, strict=True):
-            error, budget = error_of(self._pick(grad), self.exact[name]), self.budgets[name]
+        truth = self.truth
+        for place, (name, grad) in enumerate(zip(GRADIENTS, grads, strict=True)):
+            error = error_of(truth.pick(grad), truth.exact[name])
+            budget = truth.budgets[name]
             share = max(error.max_abs / budget.max_abs, error.relative / budget.relative)
             columns = {
                 "max_abs_error": error.max_abs,
@@ -158,7 +184,8 @@ class Cell:
                     f"{budget.max_abs:.3g}, {budget.relative:.3g}"
                 )
                 raise CandidateError("correctness", said, **columns)
-            self._check_heads(name, grad, peer, 2 * budget.relative)
+            if truth.peer is not None:
+                self._check_heads(name, grad, truth.peer[place], 2 * budget.relative)
             if share > worst.get("share", 0.0):
                 worst = {"share": share, **columns}
         worst.pop("share", None)
@@ -169,7 +196,8 @@ class Cell:
         from dash_kernels.testing import GRADIENTS, error_of
 
         pairs = zip(GRADIENTS, grads, strict=True)
-        return max(error_of(self._pick(grad), self.exact[name]).relative for name, grad in pairs)
+        truth = self.truth
+        return max(error_of(truth.pick(grad), truth.exact[name]).relative for name, grad in pairs)
 
     def _check_heads(self, name: str, grad: Any, peer: Any, limit: float) -> None:
         """Two results in budget are at most two budgets apart."""
@@ -198,14 +226,12 @@ class Cell:
 
 
 def cell_bytes(problem: Problem) -> int:
-    """GPU memory of a cell: q, dout, out, dq and k, v, dk, dv, and three of PyTorch's gradients."""
-    q_rows = 5 * problem.seq_len * problem.heads
-    kv_rows = 6 * problem.seq_len_kv * problem.heads_kv
-    return 2 * problem.batch * problem.head_dim * (q_rows + kv_rows)
+    """GPU memory of a cell: q, dout, out, dq and k, v, dk, dv, and the gradients that they are held against.
 
-
-def _sample_heads(problem: Problem, count: int) -> list[tuple[int, int]]:
-    """(batch, head) pairs spread over the first and the last: an indexing error shows at the ends."""
-    total = problem.batch * problem.heads
-    picks = sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(count)})
-    return [divmod(pick, problem.heads) for pick in picks]
+    These are PyTorch's, or, where it computes no such problem, float64 ones.
+    """
+    row = max(problem.head_dim, problem.head_dim_v)
+    truth = 1 if peer_runs(problem) else 4
+    q_rows = (4 + truth) * problem.seq_len * problem.heads
+    kv_rows = (4 + 2 * truth) * problem.seq_len_kv * problem.heads_kv
+    return 2 * problem.batch * row * (q_rows + kv_rows)

@@ -85,7 +85,7 @@ class Measurer:
             beside = cell.runner(Entry(baseline, 1))
         timing = self.sampler.run([run] if beside is None else [run, beside])
         cell.gate_after_timing(entry.config, run, gates)
-        result = self._result(problem, entry, gates, timing, 0)
+        result = self._result(cell, entry, gates, timing, 0)
         base_ms = median_interval(timing.samples[-1])[0]
         result["speedup_vs_baseline"] = base_ms / result["ms"] if baseline is not None else None
         return result
@@ -109,7 +109,7 @@ class Measurer:
         place = 0
         for index, (entry, gates) in enumerate(zip(entries, results, strict=True)):
             if "status" not in gates:
-                results[index] = self._result(problem, entry, gates, timing, place)
+                results[index] = self._result(cell, entry, gates, timing, place)
                 results[index]["telemetry"]["round"] = "final"
                 place += 1
         base = results[0].get("ms")
@@ -118,10 +118,11 @@ class Measurer:
         return {"results": results}
 
     def _result(
-        self, problem: Problem, entry: Entry, gates: dict[str, Any], timing: Timing, place: int
+        self, cell: Cell, entry: Entry, gates: dict[str, Any], timing: Timing, place: int
     ) -> dict[str, Any]:
         from dash_kernels.numerics import config_key
 
+        problem = cell.problem
         samples = timing.samples[place]
         middle, low, high = median_interval(samples)
         return {
@@ -130,7 +131,7 @@ class Measurer:
             "ms_low": low,
             "ms_high": high,
             "samples": [round(sample, 6) for sample in samples],
-            "tflops": problem.tflops(middle),
+            "tflops": cell.tflops(middle),
             "numerics_key": config_key(
                 entry.config,
                 dtype=problem.dtype,

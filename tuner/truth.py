@@ -1,0 +1,148 @@
+"""The tensors that a problem's options ask for, and the truth about its gradients: float64, and how far it may be missed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from dash_kernels.problem import Problem, padded_head_dim, unmasked_pairs
+
+# Low enough for scores of normal inputs, which are within 4, to feel it: a kernel that forgot the cap fails the gate.
+SOFTCAP = 2.0
+
+
+def packed_lengths(problem: Problem) -> list[tuple[int, int]]:
+    """(queries, keys) of each packed sequence: a ramp up to the longest, the same in every run, so that times compare."""
+    count = problem.batch
+    return [
+        (
+            max(1, problem.seq_len * (place + 1) // count),
+            max(1, problem.seq_len_kv * (place + 1) // count),
+        )
+        for place in range(count)
+    ]
+
+
+def work_share(problem: Problem) -> float:
+    """Share of ``problem.flops()``, which counts every packed sequence as the longest, that its sequences are."""
+    if not problem.varlen:
+        return 1.0
+
+    def pairs(queries: int, keys: int) -> int:
+        if problem.windowed:
+            return unmasked_pairs(queries, keys, problem.causal, problem.window)
+        return queries * keys
+
+    longest = pairs(problem.seq_len, problem.seq_len_kv) * problem.batch
+    return sum(pairs(*lengths) for lengths in packed_lengths(problem)) / longest
+
+
+def options_of(problem: Problem) -> dict[str, Any]:
+    """Keyword arguments of forward, backward and reference that are not at their defaults, without the sequences."""
+    options: dict[str, Any] = {}
+    if problem.windowed:
+        options["window"] = problem.window
+    if problem.softcap:
+        options["softcap"] = SOFTCAP
+    return options
+
+
+def sequences_of(torch: Any, problem: Problem, device: str) -> Any:
+    """Where the packed sequences begin, None where they are not packed."""
+    if not problem.varlen:
+        return None
+    from dash_kernels.kernels.sequences import Sequences
+
+    starts = []
+    for lengths in zip(*packed_lengths(problem), strict=True):
+        ends = [0]
+        for length in lengths:
+            ends.append(ends[-1] + length)
+        starts.append(torch.tensor(ends, dtype=torch.int32, device=device))
+    return Sequences(*starts, problem.seq_len, problem.seq_len_kv)
+
+
+def kernel_dims(problem: Problem, backend: str) -> tuple[int, int]:
+    """(head_dim, head_dim_v) that the kernels are called with; rows are filled up with zeros."""
+    dims = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    return (max(dims), max(dims)) if backend == "hopper" else dims
+
+
+def peer_runs(problem: Problem) -> bool:
+    """Whether PyTorch's flash attention computes this problem, so that its error is the measure of ours."""
+    options = problem.windowed or problem.softcap or problem.varlen
+    return not options and problem.head_dim_v == problem.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """``exact`` and ``budgets`` by gradient, of what ``pick`` takes out of a tensor; ``peer`` has every head, or is None
+    where ``pick`` takes every head already."""
+
+    exact: dict[str, Any]
+    budgets: dict[str, Any]
+    peer: tuple[Any, ...] | None
+    pick: Callable[[Any], Any]
+
+
+def truth_of(
+    torch: Any, problem: Problem, inputs: Sequence[Any], scale: float, sequences: Any, heads: int
+) -> Truth:
+    """The truth about ``inputs`` (dout, q, k, v).
+
+    Where PyTorch's flash attention runs, float64 for ``heads`` groups of heads and PyTorch's own gradients for all.
+    Elsewhere float64 for all, and the budget from float32 arithmetic that rounds where flash attention does.
+    """
+    from dash_kernels.testing import GRADIENTS, budgets_of, error_budget, torch_flash_gradients
+
+    total = problem.batch * problem.heads_kv
+    plain = peer_runs(problem)
+    how: dict[str, Any] = {"causal": problem.causal, "scale": scale, **options_of(problem)}
+    pick = (
+        _everything
+        if problem.varlen
+        else picker(torch, problem, spread(total, heads if plain else total))
+    )
+    picked = [pick(x) for x in inputs]
+    if plain:
+        exact, budgets = budgets_of(*picked, **how)
+        return Truth(exact, budgets, torch_flash_gradients(*inputs, **how), pick)
+    exact_values = _gradients(picked, sequences, how)
+    rounded = _gradients(picked, sequences, {**how, "rounded_to": inputs[1].dtype})
+    budgets = {
+        name: error_budget(exact, peer.to(inputs[1].dtype))
+        for name, exact, peer in zip(GRADIENTS, exact_values, rounded, strict=True)
+    }
+    return Truth(dict(zip(GRADIENTS, exact_values, strict=True)), budgets, None, pick)
+
+
+def _gradients(inputs: Sequence[Any], sequences: Any, how: dict[str, Any]) -> tuple[Any, ...]:
+    from dash_kernels.reference import attention_gradients, packed_gradients
+
+    if sequences is None:
+        return tuple(attention_gradients(*inputs, **how)[:3])
+    starts = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+    return tuple(packed_gradients(*inputs, *starts, **how)[:3])
+
+
+def spread(total: int, count: int) -> list[int]:
+    """``count`` of ``total`` places, from the first to the last: an indexing error shows at the ends."""
+    count = min(count, total)
+    return sorted({round(i * (total - 1) / max(1, count - 1)) for i in range(count)})
+
+
+def picker(torch: Any, problem: Problem, places: Sequence[int]) -> Callable[[Any], Any]:
+    """Takes the heads of some KV heads out of (B, S, heads, D): (places, S, heads of one KV head, D)."""
+    groups = [divmod(place, problem.heads_kv) for place in places]
+
+    def pick(x: Any) -> Any:
+        size = x.shape[2] // problem.heads_kv
+        return torch.stack([x[batch, :, kv * size : (kv + 1) * size] for batch, kv in groups])
+
+    return pick
+
+
+def _everything(x: Any) -> Any:
+    """Packed rows (1, total, heads, D) without their batch."""
+    return x[0]

@@ -20,8 +20,12 @@ _EXPORTS = {
     "check": "schedules",
     "simulate": "critical_path",
     "attention": "ops",
-    "flash_attn_func": "ops",
-    "flash_attn_varlen_func": "ops",
+    "flash_attn_func": "flash_attn",
+    "flash_attn_varlen_func": "flash_attn",
+    "flash_attn_qkvpacked_func": "flash_attn",
+    "flash_attn_kvpacked_func": "flash_attn",
+    "flash_attn_varlen_qkvpacked_func": "flash_attn",
+    "flash_attn_varlen_kvpacked_func": "flash_attn",
     "Choice": "dispatch",
     "choose": "dispatch",
     "use_table": "dispatch",
@@ -38,12 +42,20 @@ if TYPE_CHECKING:
     from dash_kernels.dispatch import Choice as Choice
     from dash_kernels.dispatch import choose as choose
     from dash_kernels.dispatch import use_table as use_table
+    from dash_kernels.flash_attn import flash_attn_func as flash_attn_func
+    from dash_kernels.flash_attn import flash_attn_kvpacked_func as flash_attn_kvpacked_func
+    from dash_kernels.flash_attn import flash_attn_qkvpacked_func as flash_attn_qkvpacked_func
+    from dash_kernels.flash_attn import flash_attn_varlen_func as flash_attn_varlen_func
+    from dash_kernels.flash_attn import (
+        flash_attn_varlen_kvpacked_func as flash_attn_varlen_kvpacked_func,
+    )
+    from dash_kernels.flash_attn import (
+        flash_attn_varlen_qkvpacked_func as flash_attn_varlen_qkvpacked_func,
+    )
     from dash_kernels.numerics import check_ranks as check_ranks
     from dash_kernels.numerics import numerics_key as numerics_key
     from dash_kernels.numerics import require_numerics as require_numerics
     from dash_kernels.ops import attention as attention
-    from dash_kernels.ops import flash_attn_func as flash_attn_func
-    from dash_kernels.ops import flash_attn_varlen_func as flash_attn_varlen_func
     from dash_kernels.problem import Config as Config
     from dash_kernels.problem import Problem as Problem
     from dash_kernels.problem import supports as supports

@@ -1,40 +1,91 @@
-"""Forward pass: PyTorch's own flash attention, behind one function that fixes its alignment, layout and order.
+"""Forward pass behind one function that fixes its alignment, layout and order, whichever kernel runs it.
 
-aten's dense entry splits the keys over CTAs by how full the GPU is, so that its bits depend on batch, heads and SMs.
-The entry for packed sequences never splits when every sequence has its own queries; it is called here with sequences
-of equal length, so a sample's output has the same bits alone and in a batch.
+PyTorch's flash attention: aten's dense entry splits the keys over CTAs by how full the GPU is, so that its bits depend
+on batch, heads and SMs. The entry for packed sequences never splits when every sequence has its own queries; it is
+called here with sequences of equal length, so a sample's output has the same bits alone and in a batch.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from dash_kernels.layouts import kernel_ready, pad_head_dim
+
+LARGEST_GRID = (
+    65535  # CTAs along a grid's second and third axis: aten puts sequences and heads there
+)
+
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor]:
-    """Output (B, Sq, H, D), contiguous, in q's dtype, and log-sum-exp (B, H, Sq), float32, natural log.
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sequences: Any = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output (B, Sq, H, Dv), contiguous, in q's dtype, and log-sum-exp (B, H, Sq), float32, natural log.
 
-    q is (B, Sq, H, D), k and v (B, Sk, Hk, D) with H a multiple of Hk and D a multiple of 8; CUDA, bf16 or fp16, no
-    size zero. Causal is bottom-right aligned; a row that sees no key gives zeros and +inf.
+    q is (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) with H a multiple of Hk and D and Dv multiples of 8 up
+    to 256, any strides; CUDA, bf16 or fp16, no size zero. Causal and ``window`` (left, right) are bottom-right aligned;
+    a row that sees no key gives zeros and +inf. With ``sequences`` (kernels.sequences.Sequences) B is 1 and the rows
+    are packed.
     """
-    batch, seq_len, heads, head_dim = q.shape
-    seq_len_kv, heads_kv = k.shape[1], k.shape[2]
-    if seq_len == 1 and heads != heads_kv:
-        # With one query and grouped heads aten folds the group into the rows and splits the keys after all.
-        k, v = (x.repeat_interleave(heads // heads_kv, dim=2) for x in (k, v))
-    packed = [_last_contiguous(x).reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    if softcap:
+        raise NotImplementedError("softcap: no forward kernel of this release caps scores yet")
+    q, k, v = (kernel_ready(x, copies=False) for x in (q, k, v))
+    return _flash(q, k, v, causal, scale, window, sequences)
+
+
+def _flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: tuple[int, int], sequences: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """PyTorch's flash attention, with one head_dim for q, k and v."""
+    batch, seq_len = q.shape[:2]
+    dim_v = v.shape[3]
+    widest = max(q.shape[3], dim_v)
+    q, k, v = (pad_head_dim(x, widest) for x in (q, k, v))
+    if sequences is None:
+        lengths = seq_len, k.shape[1]
+        pieces = [slice(at, at + LARGEST_GRID) for at in range(0, batch, LARGEST_GRID)]
+        parts = [_flash_equal(q[at], k[at], v[at], causal, scale, window, lengths) for at in pieces]
+        out, lse = parts[0] if len(parts) == 1 else (torch.cat(x) for x in zip(*parts, strict=True))
+    else:
+        count = sequences.cu_seqlens_q.shape[0] - 1
+        if count > LARGEST_GRID:
+            raise ValueError(
+                f"cu_seqlens_q packs {count} sequences; the forward takes up to {LARGEST_GRID} a call: split them"
+            )
+        packed, lse = _flash_packed(q[0], k[0], v[0], causal, scale, window, *sequences)
+        out, lse = packed[None], lse[None]
+    return (out if widest == dim_v else out[..., :dim_v].contiguous()), lse
+
+
+def _flash_equal(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: tuple[int, int], lengths: tuple[int, int]
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """A batch as packed sequences of equal length."""
+    batch, seq_len, heads, _ = q.shape
     starts = [
         torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
-        for length in (seq_len, seq_len_kv)
+        for length in lengths
     ]
+    rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
+    out, lse = _flash_packed(*rows, causal, scale, window, *starts, *lengths)
+    lse = lse.reshape(heads, batch, seq_len).transpose(0, 1)
+    return out.reshape(batch, seq_len, heads, -1), lse.contiguous()
+
+
+def _flash_packed(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: tuple[int, int],
+    starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """(total, H, D) and (H, total) of packed sequences."""
+    group = q.shape[1] // k.shape[1]
+    if longest_q == 1 and group > 1:
+        # With one query and grouped heads aten folds the group into the rows and splits the keys after all.
+        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     out, lse = torch.ops.aten._flash_attention_forward(
-        *packed, *starts, seq_len, seq_len_kv, 0.0, causal, False, scale=scale
-    )[:2]
-    out = out.reshape(batch, seq_len, heads, head_dim).contiguous()
-    return out, lse.reshape(heads, batch, seq_len).transpose(0, 1).contiguous()
-
-
-def _last_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+        q, k, v, starts_q, starts_k, longest_q, longest_k, 0.0, causal, False, scale=scale,
+        window_size_left=window[0], window_size_right=window[1],
+    )[:2]  # fmt: skip
+    return out.contiguous(), lse.contiguous()

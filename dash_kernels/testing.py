@@ -1,7 +1,10 @@
 """Error budgets taken from data, bitwise comparison that says where, and poisoned memory.
 
 The error budget: max-abs and relative error against float64 at most twice that of PyTorch's flash attention in the
-same dtype, plus one rounding of the result.
+same dtype, plus one rounding of the result. PyTorch's has windows and groups of heads. Where it lacks an option
+(softcap, attention sinks, a gradient of LSE, a head_dim of V, CPU tensors) its place is taken by the same roundings on
+exact scores: float32 arithmetic in which P, dS and the output are rounded to the dtype (``rounded_to`` of
+:mod:`dash_kernels.reference`). Packed sequences are compared one by one.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -18,6 +22,7 @@ from dash_kernels import reference
 from dash_kernels.problem import Config, Problem
 
 GRADIENTS = ("dq", "dk", "dv")
+SOFTCAP = 2.0  # of a Problem with softcap: low enough for the scores of normal inputs to feel it
 _TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -79,12 +84,36 @@ def error_budget(exact: Tensor, peer: Tensor) -> Error:
     return Error(2 * theirs.max_abs + rounding * largest, 2 * theirs.relative + rounding)
 
 
+def torch_flash_runs(q: Tensor, v: Tensor, **options: Any) -> bool:
+    """Whether PyTorch's flash attention computes these inputs with these options of :func:`budgets_of`."""
+    lacking = any(options.get(name) is not None for name in ("sink", "dlse"))
+    if lacking or options.get("softcap") or not q.is_cuda:
+        return False
+    return bool(q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0)
+
+
 def torch_flash_gradients(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, scale: float, window: tuple[int, int] = (-1, -1),
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv of PyTorch's flash attention, bottom-right aligned, the peer of the error budget. CUDA only."""
     heads, heads_kv = q.shape[2], k.shape[2]
     k, v = (x.repeat_interleave(heads // heads_kv, dim=2) for x in (k, v))
+    if causal:
+        window = (window[0], -1)  # flash attention sets the right side itself
+    if max(window) >= 0:
+        grads = _flash_with_window(dout, q, k, v, causal, scale, window)
+    else:
+        grads = _flash_without_window(dout, q, k, v, causal, scale)
+    dq, dk, dv = grads
+    if heads != heads_kv:
+        dk, dv = (x.unflatten(2, (heads_kv, -1)).float().sum(3).to(x.dtype) for x in (dk, dv))
+    return dq, dk, dv
+
+
+def _flash_without_window(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, ...]:
     dout, q, k, v = (x.transpose(1, 2).contiguous() for x in (dout, q, k, v))
     aten = torch.ops.aten
     out, lse, *rest = aten._scaled_dot_product_flash_attention(
@@ -92,36 +121,82 @@ def torch_flash_gradients(
     )
     starts_q, starts_k, max_q, max_k, seed, offset, _ = rest
     grads = aten._scaled_dot_product_flash_attention_backward(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        starts_q,
-        starts_k,
-        max_q,
-        max_k,
-        0.0,
-        causal,
-        seed,
-        offset,
-        scale=scale,
+        dout, q, k, v, out, lse, starts_q, starts_k, max_q, max_k, 0.0, causal, seed, offset, scale=scale
+    )  # fmt: skip
+    return tuple(grad.transpose(1, 2) for grad in grads)
+
+
+def _flash_with_window(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, window: tuple[int, int]
+) -> tuple[Tensor, ...]:  # fmt: skip
+    dout, q, k, v = (x.contiguous() for x in (dout, q, k, v))
+    sizes = {"scale": scale, "window_size_left": window[0], "window_size_right": window[1]}
+    lengths = (None, None, q.shape[1], k.shape[1], 0.0, causal)  # no packed sequences, no dropout
+    aten = torch.ops.aten
+    out, lse, seed, offset, _ = aten._flash_attention_forward(q, k, v, *lengths, False, **sizes)
+    return tuple(
+        aten._flash_attention_backward(dout, q, k, v, out, lse, *lengths, seed, offset, **sizes)
     )
-    dq, dk, dv = (grad.transpose(1, 2) for grad in grads)
-    if heads != heads_kv:
-        dk, dv = (x.unflatten(2, (heads_kv, -1)).float().sum(3).to(x.dtype) for x in (dk, dv))
-    return dq, dk, dv
+
+
+def peer_gradients(
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, **options: Any
+) -> tuple[Tensor, ...]:
+    """Gradients in q's dtype with which ours are compared: PyTorch's, or where it lacks an option the stand-in's.
+
+    ``options`` are those of :func:`budgets_of` but for ``cu_seqlens``. With a sink its gradient comes last.
+    """
+    if torch_flash_runs(q, v, **options):
+        window = options.get("window", (-1, -1))
+        return torch_flash_gradients(dout, q, k, v, causal=causal, scale=scale, window=window)
+    grads = reference.attention_gradients(
+        dout, q, k, v, causal=causal, scale=scale, rounded_to=q.dtype, **options
+    )
+    return tuple(grad.to(q.dtype) for grad in grads if grad is not None)
 
 
 def budgets_of(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float
-) -> tuple[dict[str, Tensor], dict[str, Error]]:
-    """Exact gradients in float64 and their error budgets, by name, for CUDA inputs in (B, S, H, D)."""
-    exact = reference.attention_backward(dout, q, k, v, causal=causal, scale=scale)
-    peer = torch_flash_gradients(dout, q, k, v, causal=causal, scale=scale)
-    budgets = {name: error_budget(x, y) for name, x, y in zip(GRADIENTS, exact, peer, strict=True)}
-    return dict(zip(GRADIENTS, exact, strict=True)), budgets
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor,
+    *, causal: bool, scale: float, cu_seqlens: tuple[Tensor, Tensor] | None = None, **options: Any,
+) -> tuple[dict[str, Tensor], dict[str, Error]]:  # fmt: skip
+    """Exact gradients in float64 and their error budgets, by name: dq, dk, dv, and dsink with a sink.
+
+    Inputs are (B, S, H, D); with ``cu_seqlens``, where the sequences of q and of k begin, (total, H, D). ``options``:
+    ``window``, ``softcap``, ``sink``, ``dlse`` as in :mod:`dash_kernels.reference`.
+    """
+    inputs, how = (dout, q, k, v), {"causal": causal, "scale": scale, **options}
+    if cu_seqlens is None:
+        exact: tuple[Tensor | None, ...] = reference.attention_gradients(*inputs, **how)
+        peer = peer_gradients(*inputs, **how)
+    else:
+        exact = reference.packed_gradients(*inputs, *cu_seqlens, **how)
+        peer = tuple(_packed_peer(inputs, cu_seqlens, how))
+    names = (*GRADIENTS, "dsink")[: len(peer)]
+    truth = {name: x for name, x in zip(names, exact, strict=False) if x is not None}
+    budgets = {name: error_budget(truth[name], x) for name, x in zip(names, peer, strict=True)}
+    return truth, budgets
+
+
+def _packed_peer(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    cu_seqlens: tuple[Tensor, Tensor],
+    how: dict[str, Any],
+) -> list[Tensor]:
+    """The peer's gradients of packed sequences; zeros of those without queries or keys."""
+    dout, q, k, v = inputs
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    dsink = torch.zeros(q.shape[1], device=q.device)
+    dlse = how.get("dlse")
+    for rows, keys in reference.sequences_of(*cu_seqlens):
+        if rows.start == rows.stop or keys.start == keys.stop:
+            continue
+        one = (x[None, part] for x, part in ((dout, rows), (q, rows), (k, keys), (v, keys)))
+        of_rows = {} if dlse is None else {"dlse": dlse[None, :, rows]}
+        dq, dk, dv, *more = peer_gradients(*one, **how | of_rows)
+        grads[0][rows], grads[1][keys], grads[2][keys] = dq[0], dk[0], dv[0]
+        for part in more:
+            dsink += part
+    return grads if how.get("sink") is None else [*grads, dsink.to(q.dtype)]
 
 
 def first_difference(actual: Tensor, expected: Tensor) -> str:
@@ -187,18 +262,55 @@ def poison_free_memory(num_bytes: int, word: int, device: Any = "cuda") -> None:
 def make_inputs(
     problem: Problem, seed: int = 0, device: Any = "cuda"
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """dout, q, k, v of ``problem``: standard normal, q, k and v requiring grad."""
+    """dout, q, k, v of ``problem``: standard normal, q, k and v requiring grad.
+
+    (B, S, H, D); of packed sequences (total, H, D), their lengths those of :func:`packed_starts`.
+    """
     generator = torch.Generator(device=device).manual_seed(seed)
-    dtype, b, d = _TORCH_DTYPES[problem.dtype], problem.batch, problem.head_dim
-    q_shape, kv_shape = (
-        (b, problem.seq_len, problem.heads, d),
-        (b, problem.seq_len_kv, problem.heads_kv, d),
-    )
+    dtype, dims = _TORCH_DTYPES[problem.dtype], (problem.head_dim, problem.head_dim_v)
+    rows: tuple[int, ...] = (problem.batch, problem.seq_len)
+    keys: tuple[int, ...] = (problem.batch, problem.seq_len_kv)
+    if problem.varlen:
+        rows, keys = ((int(starts[-1]),) for starts in packed_starts(problem, "cpu"))
+    shapes = [
+        (*length, heads, dim)
+        for length, heads, dim in (
+            (rows, problem.heads, dims[1]),
+            (rows, problem.heads, dims[0]),
+            (keys, problem.heads_kv, dims[0]),
+            (keys, problem.heads_kv, dims[1]),
+        )
+    ]
     dout, q, k, v = (
-        torch.randn(shape, generator=generator, device=device, dtype=dtype)
-        for shape in (q_shape, q_shape, kv_shape, kv_shape)
+        torch.randn(shape, generator=generator, device=device, dtype=dtype) for shape in shapes
     )
     return dout, q.requires_grad_(), k.requires_grad_(), v.requires_grad_()
+
+
+def packed_starts(problem: Problem, device: Any = "cuda") -> tuple[Tensor, Tensor]:
+    """``cu_seqlens`` of q and of k, int32: ``batch`` sequences from the longest down, evenly, the last at least 1 long."""
+
+    def starts(longest: int) -> Tensor:
+        lengths = [max(1, longest * left // problem.batch) for left in range(problem.batch, 0, -1)]
+        return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+    return starts(problem.seq_len), starts(problem.seq_len_kv)
+
+
+def problem_options(
+    problem: Problem, device: Any = "cuda"
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What ``problem`` asks of :func:`dash_kernels.attention`, and of :func:`budgets_of` on the same inputs."""
+    scale = problem.head_dim**-0.5
+    softcap = SOFTCAP if problem.softcap else 0.0
+    ours: dict[str, Any] = {"causal": problem.causal, "scale": scale, "softcap": softcap}
+    exact = {**ours, "window": problem.window}
+    ours["window_size"] = problem.window
+    if problem.varlen:
+        exact["cu_seqlens"] = starts = packed_starts(problem, device)
+        ours |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+        ours |= {"max_seqlen_q": problem.seq_len, "max_seqlen_k": problem.seq_len_kv}
+    return ours, exact
 
 
 def gradients(
@@ -231,8 +343,9 @@ def verify(
         raise ValueError(f"runs is {runs}; comparing bits takes at least 2")
     config = config or choose(problem).config
     dout, q, k, v = make_inputs(problem)
+    ours, how = problem_options(problem)
     options: dict[str, Any] = {
-        "causal": problem.causal,
+        **ours,
         "config": config,
         "deterministic": config.deterministic,
         "allow_resident": allow_resident,
@@ -248,9 +361,6 @@ def verify(
                 said = f"run {run}, {name}: {difference}"
         if said:
             break
-    scale = problem.head_dim**-0.5
-    exact, budgets = budgets_of(
-        *(x.detach() for x in (dout, q, k, v)), causal=problem.causal, scale=scale
-    )
+    exact, budgets = budgets_of(*(x.detach() for x in (dout, q, k, v)), **how)
     errors = {name: error_of(x, exact[name]) for name, x in zip(GRADIENTS, first, strict=True)}
     return Verification(config, gpu.name, runs, said, errors, budgets)

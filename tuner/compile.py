@@ -47,7 +47,8 @@ def schedule_identity(problem: Problem, config: Config) -> str:
             [config.schedule, config.group, config.launch_order, config.heads_interleaved],
             [problem.seq_len, problem.seq_len_kv, config.block_m, config.block_n, problem.mask],
             problem.window,
-            problem.batch * problem.heads if config.heads_interleaved == 0 else 0,
+            problem.batch * problem.heads_kv if config.heads_interleaved == 0 else 0,
+            problem.head_group,
         ]
     )
 
@@ -69,9 +70,9 @@ def prove(problem: Problem, config: Config) -> int:
 
     try:
         schedule = build(config.schedule, TileGrid.for_config(problem, config), config.group)
-        return check(
-            schedule, Launch.for_config(config), problem.batch * problem.heads
-        ).min_resident
+        heads_kv = problem.batch * problem.heads_kv
+        launch = Launch.for_config(config)
+        return check(schedule, launch, heads_kv, problem.head_group).min_resident
     except ScheduleError as error:
         raise CandidateError("constraints", str(error)) from error
 
@@ -141,8 +142,9 @@ def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
         slots=gpu.sms,
         c=1.0,
         r=REDUCE_SHARE if config.policy == "ordered" else 0.0,
-        heads=problem.batch * problem.heads,
+        heads=problem.batch * problem.heads_kv,
         launch=Launch.for_config(config),
+        head_group=problem.head_group,
         gantt=False,
     )
     passes = TWO_PASS_WORK if config.policy == "two_pass" else 1.0

@@ -566,8 +566,8 @@ class TestRegistry:
         assert registry.__doc__ is not None
         lines = registry.__doc__.split("::\n\n", 1)[1].split("\n\nImport the file", 1)[0]
         exec(textwrap.dedent(lines), {})
-        for causal in (False, True):
-            schedule = registry.build("zigzag", TileGrid(9, 11, 2, 3, causal))
+        for mask in ((False,), (True,), (True, 4), (False, 2, 3)):
+            schedule = registry.build("zigzag", TileGrid(9, 11, 2, 3, *mask))
             assert check(schedule, registry.default_launch("zigzag")).monotone
         assert "zigzag" not in SCHEDULES
 

@@ -7,6 +7,8 @@
     report = check(schedule, default_launch("shortest_first"))    # raises ScheduleError, or says min_resident
     arrays = pack(schedule, default_launch("shortest_first"))     # what the kernels read
 
+Query heads that share a KV head share its schedule: a CTA walks each visit once for each (``head_group`` of ``check``).
+Packed sequences, whose lengths only the device knows, run the kinds of :mod:`dash_kernels.schedules.closed_form`.
 How to add a kind: :mod:`dash_kernels.schedules.registry`. Standard library only.
 """
 

@@ -159,7 +159,7 @@ def test_cpu_only_torch_on_a_gpu_machine_is_said(
 ) -> None:
     no_gpu(monkeypatch, [H200])
     monkeypatch.setattr(
-        tuner.doctor, "_assignments", lambda _: {"__version__": "2.13.0", "cuda": None}
+        tuner.doctor, "torch_version_file", lambda: {"__version__": "2.13.0", "cuda": None}
     )
     assert dash_tune(monkeypatch, "--gpu", "h200") == 2
     assert "torch 2.13.0 is built without CUDA; reinstall torch" in capsys.readouterr().err

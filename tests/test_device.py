@@ -22,8 +22,11 @@ ROOT = Path(__file__).resolve().parent.parent
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H100 PCIe", "h100-pcie"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
-        ("NVIDIA H200 NVL", None),
-        ("NVIDIA H20", None),
+        ("NVIDIA H100 NVL", "h100-nvl"),
+        ("NVIDIA H200 NVL", "h200-nvl"),
+        ("NVIDIA H20", "h20"),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA H200 MIG 3g.71gb", None),
         ("H200", None),
     ],
 )
@@ -41,6 +44,8 @@ def test_the_sxm_hopper_chips_are_kin_and_an_a100_is_none_of_them() -> None:
     kin = {name for name, spec in device.GPUS.items() if spec.family == device.GPUS["h200"].family}
     assert kin == {"h200", "h100", "h800"}
     assert {device.GPUS[name].sms for name in kin} == {132}
+    alone = ("h100-pcie", "h100-nvl", "h200-nvl", "h800-pcie", "h20")
+    assert all(device.GPUS[name].family == name for name in alone)
     assert device.GPUS["a100"].sms == 108
 
 
@@ -50,7 +55,7 @@ def test_no_alias_names_two_gpus() -> None:
 
 
 def test_an_unknown_chip_gets_a_file_name() -> None:
-    assert device.slug("NVIDIA H20") == "h20"
+    assert device.slug("NVIDIA H200 MIG 3g.71gb") == "h200-mig-3g-71gb"
     assert device.slug("NVIDIA GeForce RTX 3090 Ti") == "geforce-rtx-3090-ti"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import sys
 import time
@@ -16,9 +17,9 @@ import torch
 from dash_kernels import reference, testing
 from dash_kernels.kernels import forward as forward_module
 from dash_kernels.problem import Config, Problem
-from tuner.failures import CandidateError
+from tuner.failures import TRANSIENT, CandidateError
 from tuner.gates import Cell, Entry
-from tuner.measure import Measurer, classified
+from tuner.measure import Measurer, classified, left_behind
 from tuner.nvml import VisibleGpu, _selected, throttle_names
 from tuner.policy import MeasurementPolicy
 from tuner.sampling import Sampler
@@ -79,6 +80,9 @@ class Clock:
     def record(self) -> None:
         self.at = time.perf_counter()
 
+    def query(self) -> bool:
+        return True
+
     def elapsed_time(self, end: Clock) -> float:
         return (end.at - self.at) * 1e3
 
@@ -119,7 +123,13 @@ def packed_module(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def measurer(cell: Cell) -> Measurer:
     made = object.__new__(Measurer)
-    cuda = SimpleNamespace(Event=Clock, synchronize=lambda: None, _sleep=lambda cycles: None)
+    cuda = SimpleNamespace(
+        Event=Clock,
+        synchronize=lambda: None,
+        _sleep=lambda cycles: None,
+        memory_allocated=lambda: 0,
+        empty_cache=lambda: None,
+    )
     made.torch = SimpleNamespace(cuda=cuda)
     made.policy = MeasurementPolicy(warmup_ms=1.0, min_samples=6, max_samples=7, time_limit_ms=50.0)
     made.gpu = SimpleNamespace(spec=SimpleNamespace(peak_tflops=989.5))
@@ -128,7 +138,7 @@ def measurer(cell: Cell) -> Measurer:
     made.environment = {"capability": "9.0"}
     made.info = {"memory_bytes": 1 << 30}
     made.cells = OrderedDict({PROBLEM: cell})
-    made.ceiling = 700.0
+    made.ceiling, made.at_rest, made.left_behind = 700.0, 0, 0
     return made
 
 
@@ -318,12 +328,62 @@ def test_what_the_timed_launches_leave_behind_is_checked(
 def test_samples_under_a_thermal_slowdown_are_taken_again(
     measurer: Measurer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readings = iter([{"throttle": 0x20}])
+    slept: list[float] = []
+    readings = iter([{"throttle": 0x20}, {"throttle": 0x40}])
     monkeypatch.setattr(measurer.sampler.monitor, "sample", lambda: next(readings, {"throttle": 0}))
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", slept.append)
     result = measurer.handle(task("measure", ORDERED))
-    assert result["telemetry"]["discarded_rounds"] >= 6
+    assert result["telemetry"]["discarded_rounds"] == 12
     assert result["telemetry"]["throttle"] == []
+    assert slept == [0.5, 1.0]
+
+
+def test_a_gpu_that_stays_hot_is_a_failure_and_never_a_slow_config(
+    measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slept: list[float] = []
+    monkeypatch.setattr(measurer.sampler.monitor, "sample", lambda: {"throttle": 0x4 | 0x40})
+    monkeypatch.setattr(time, "sleep", slept.append)
+    with pytest.raises(CandidateError, match="stayed under hardware thermal slowdown") as failed:
+        measurer.handle(task("measure", ORDERED))
+    assert failed.value.failure in TRANSIENT
+    assert sum(slept) == pytest.approx(measurer.policy.cool_down_s)
+
+
+def test_a_median_that_is_not_known_well_enough_says_so(
+    measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = itertools.cycle([1.0, 1.1, 1.2])
+    monkeypatch.setattr(Clock, "elapsed_time", lambda self, end: next(times))
+    noisy = measurer.handle(task("measure", ORDERED))["telemetry"]
+    assert (noisy["settled"], noisy["interval"] > 0.005) == (False, True)
+    monkeypatch.setattr(Clock, "elapsed_time", lambda self, end: 1.0)
+    steady = measurer.handle(task("measure", ORDERED))["telemetry"]
+    assert (steady["settled"], steady["interval"]) == (True, 0.0)
+
+
+def test_a_worker_whose_failed_candidate_keeps_memory_is_replaced(
+    measurer: Measurer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurer.torch, "ones", lambda *_, **__: torch.ones(1), raising=False)
+    assert measurer.healthy()
+    measurer.torch.cuda.memory_allocated = lambda: 1 << 30
+    assert not measurer.healthy()
+
+
+def test_a_new_worker_waits_until_the_killed_one_has_given_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    used = iter([9 << 30, 5 << 30, 1 << 30])
+    monitor: Any = SimpleNamespace(memory_used=lambda: next(used))
+    assert left_behind(monitor, 1 << 30) == 0
+    assert next(used, None) is None
+    ticks = itertools.count(step=6.0)
+    monkeypatch.setattr(time, "monotonic", lambda: next(ticks))
+    stuck: Any = SimpleNamespace(memory_used=lambda: 3 << 30)
+    assert left_behind(stuck, 1 << 30) == 2 << 30
+    assert left_behind(stuck, None) == 0, "nothing is known of the time before"
 
 
 def test_a_final_round_samples_rivals_in_turn_and_keeps_going_past_a_failure(

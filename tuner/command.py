@@ -10,16 +10,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from dash_kernels.device import GpuSpec, gpu_name, resolve_gpu, slug, software
 from tuner import doctor
 from tuner.engines.local import Pool, compile_pool, gpu_pool
-from tuner.nvml import VisibleGpu, visible_gpus
-from tuner.plan import Item, Summary, SweepSettings
+from tuner.nvml import Monitor, VisibleGpu, visible_gpus
+from tuner.plan import Item, Reporter, Summary, SweepSettings
 from tuner.policy import MeasurementPolicy
 from tuner.report import duration, failure_line, make_reporter
 from tuner.results import Store
@@ -32,6 +33,16 @@ from tuner.worker import WorkerStartError
 MEASURER = "tuner.measure:Measurer"
 COMPILER = "tuner.compile:Compiler"
 LISTED_FAILURES = 20
+ENGINES = ("local", "ray")
+
+
+class Stoppable(Protocol):
+    """A sweep that can be ended in order."""
+
+    def stop(self, reason: str) -> None: ...
+
+
+Guard = Callable[[Any], AbstractContextManager[None]]
 
 
 class UsageError(Exception):
@@ -82,26 +93,70 @@ class Target:
 
 def run_sweep(request: SweepRequest) -> int:
     """Do what was asked and answer the exit code. Raises UsageError or StoreError before anything is written."""
+    if request.engine not in ENGINES:
+        raise UsageError(f"unknown engine {request.engine!r}; choose from {', '.join(ENGINES)}")
+    if request.engine == "ray" and not request.dry_run:
+        return _run_on_cluster(request)
     target = resolve_target(request)
     candidates = _candidates(request, target)
     if request.dry_run:
         _list(request, target, candidates)
         return 0
-    if request.engine != "local":
-        raise UsageError(f"engine {request.engine!r} is not in this release; use --engine local")
-    missing = (
-        doctor.preflight(target.capability, with_gpu=not request.compile_only)
-        if _real(request)
-        else []
-    )
-    if missing:
-        raise UsageError("; ".join(check.line for check in missing))
+    _preflight(request, target)
     program = _server_program() if request.serve else ""
     with Store.open(request.db) as store:
         server = _start_server(program, request) if program else None
-        summary = _sweep(request, target, candidates, store)
-        _conclude(request, target, summary, store, server)
+        reporter = make_reporter(request.as_json)
+        summary = _sweep(request, target, candidates, store, reporter, interrupts)
+        _conclude(request, target.name, summary, store, server)
     return summary.exit_code
+
+
+def sweep_here(request: SweepRequest, reporter: Reporter, guard: Guard) -> Summary:
+    """This machine's part of a sweep that a driver has started elsewhere. ``guard`` holds the sweep while it runs."""
+    target = resolve_target(request)
+    candidates = _candidates(request, target)
+    _preflight(request, target)
+    with Store.open(request.db) as store:
+        return _sweep(request, target, candidates, store, reporter, guard)
+
+
+def _run_on_cluster(request: SweepRequest) -> int:
+    if request.compile_only:
+        raise UsageError(
+            "--engine ray is for measuring; --compile-only works on this machine alone"
+        )
+    if request.gpu != "auto":
+        resolve_target(replace(request, compile_only=True))
+    try:
+        validate(request.filters)
+    except ValueError as error:
+        raise UsageError(str(error)) from None
+    from tuner.engines.ray import RaySweep, connect
+
+    ray = connect(request)
+    program = _server_program() if request.serve else ""
+    with Store.open(request.db) as store:
+        server = _start_server(program, request) if program else None
+        reporter = make_reporter(request.as_json)
+        sweep = RaySweep(ray, request, reporter)
+        try:
+            with interrupts(sweep):
+                summary = sweep.run()
+        finally:
+            reporter.close()
+        _conclude(request, ", ".join(sweep.totals), summary, store, server)
+    for name, reason in sweep.errors.items():
+        print(f"dash-tune: {name} was not swept: {reason}", file=sys.stderr)
+    return 2 if sweep.errors else summary.exit_code
+
+
+def _preflight(request: SweepRequest, target: Target) -> None:
+    if not _real(request):
+        return
+    missing = doctor.preflight(target.capability, with_gpu=not request.compile_only)
+    if missing:
+        raise UsageError("; ".join(check.line for check in missing))
 
 
 def resolve_target(request: SweepRequest) -> Target:
@@ -191,9 +246,13 @@ def _list(request: SweepRequest, target: Target, candidates: Sequence[Candidate]
 
 
 def _sweep(
-    request: SweepRequest, target: Target, candidates: Sequence[Candidate], store: Store
+    request: SweepRequest,
+    target: Target,
+    candidates: Sequence[Candidate],
+    store: Store,
+    reporter: Reporter,
+    guard: Guard,
 ) -> Summary:
-    reporter = make_reporter(request.as_json)
     settings = _settings(request, target)
     items = items_of(candidates, settings.source)
     nothing = _nothing_to_do(target, settings, items, store)
@@ -201,11 +260,15 @@ def _sweep(
         reporter.begin(0, nothing.resumed, request.budget_s)
         reporter.close()
         return nothing
+    for check in doctor.disturbances(target.gpus):
+        reporter.note(f"warning: {check.line}")
     compilers: Pool | None = None
     gpus: Pool | None = None
     try:
         if target.gpus:
-            gpus = gpu_pool(request.measurer, target.gpus, {"policy": request.policy.to_dict()})
+            held = {gpu.uuid: Monitor(gpu.uuid).memory_used() for gpu in target.gpus}
+            about_gpus = {"policy": request.policy.to_dict(), "held_bytes": held}
+            gpus = gpu_pool(request.measurer, target.gpus, about_gpus)
         jobs = request.jobs or max(1, (os.cpu_count() or 2) - len(target.gpus))
         options = {
             "capability": target.capability,
@@ -214,7 +277,7 @@ def _sweep(
         compilers = compile_pool(request.compiler, jobs, options)
         about = None if gpus else _environment(target)
         sweep = Sweep(store, settings, items, compilers, gpus, about, reporter)
-        with _interrupts(sweep):
+        with guard(sweep):
             return sweep.run()
     except WorkerStartError as error:
         raise UsageError(f"{error}; dash-tune doctor says what this machine lacks") from None
@@ -278,7 +341,7 @@ def _settings(request: SweepRequest, target: Target) -> SweepSettings:
 
 
 @contextlib.contextmanager
-def _interrupts(sweep: Sweep) -> Iterator[None]:
+def interrupts(sweep: Stoppable) -> Iterator[None]:
     """The first Ctrl-C (or SIGTERM) ends the sweep in order; a second one ends it at once."""
     previous: dict[int, Any] = {n: signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM)}
 
@@ -317,7 +380,7 @@ def _start_server(program: str, request: SweepRequest) -> subprocess.Popen[bytes
 
 def _conclude(
     request: SweepRequest,
-    target: Target,
+    gpu: str,
     summary: Summary,
     store: Store,
     server: subprocess.Popen[bytes] | None,
@@ -336,7 +399,9 @@ def _conclude(
             "left": summary.left,
             "failed": classes,
             "stopped": summary.stopped,
+            "unsettled": summary.unsettled,
             "seconds": round(summary.seconds, 3),
+            "gpu_busy": None if summary.gpu_busy is None else round(summary.gpu_busy, 3),
             "database": store.where,
             "exit_code": summary.exit_code,
         }
@@ -349,9 +414,16 @@ def _conclude(
     if summary.elsewhere:
         print(f", {summary.elsewhere} by other processes", end="")
     print(f", in {duration(summary.seconds)}; rows in {store.where}")
+    if summary.gpu_busy is not None:
+        print(f"GPUs checked or timed for {summary.gpu_busy:.0%} of the time from the first config")
+    if summary.unsettled:
+        limit = f"{request.policy.target_interval:.1%}"
+        print(
+            f"{summary.unsettled} medians are known less exactly than {limit}: see their interval"
+        )
     if summary.pruned:
         need = "more CTAs at once or more shared memory"
-        print(f"{summary.pruned} configs left out: they need {need} than {target.name} has")
+        print(f"{summary.pruned} configs left out: they need {need} than {gpu} has")
     if summary.failed_before:
         print(f"{summary.failed_before} failed before; --retry does timeouts and deaths again")
     for name, count in classes.items():
@@ -365,7 +437,7 @@ def _conclude(
         left = f"{summary.left} configs are left" if summary.left else "the final round is left"
         print(f"{why}; {left}: the same command goes on from here")
     if summary.usable == 0:
-        print("nothing usable was measured" if target.gpus else "nothing usable was compiled")
+        print(f"nothing usable was {'compiled' if request.compile_only else 'measured'}")
     if server is not None:
         ended = server.poll()
         where = f"http://{request.host}:{request.port}"

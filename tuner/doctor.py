@@ -6,7 +6,6 @@ fault); the sweep runs it before it starts anything.
 
 from __future__ import annotations
 
-import ast
 import importlib.metadata
 import importlib.util
 import os
@@ -14,38 +13,45 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dash_kernels.device import bundled_ptxas, run_bounded
-from tuner.nvml import VisibleGpu, session, throttle_names, visible_gpus
+from dash_kernels.device import bundled_ptxas, run_bounded, torch_cuda, torch_version_file
+from tuner.nvml import SPOILING, VisibleGpu, session, throttle_names, visible_gpus
 
 PTXAS_TIMEOUT_S = 5.0
 OLDEST_TRITON = (3, 6)
+FIXED_BY_USER = 0x2  # NVML's reason for clocks that application clocks set
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """One thing looked at. ``state`` is ok, warning or missing; ``remedy`` is said unless it is ok."""
+    """One thing looked at. ``state`` is ok, warning or missing; ``remedy`` is said unless it is ok.
+
+    ``spoils``: times taken while it lasts mean little.
+    """
 
     name: str
     state: str
     found: str
     remedy: str = ""
+    spoils: bool = False
 
     @property
     def line(self) -> str:
         return f"{self.name}: {self.found}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-def examine(capability: tuple[int, int] = (9, 0)) -> list[Check]:
-    """Every check, in the order in which a sweep would trip over them."""
+def examine(capability: tuple[int, int] | None = None) -> list[Check]:
+    """Every check, in the order in which a sweep would trip over them; the chip is the first GPU's, else Hopper."""
+    devices = visible_gpus()
+    capability = capability or (devices[0].capability if devices else (9, 0))
     checks = [gpu(), driver(), torch_build(), triton_version(), ptxas(capability), c_compiler()]
     checks += [python_headers(), kernel_cache()]
-    for device in visible_gpus():
-        checks += [clocks(device), other_processes(device)]
+    for device in devices:
+        checks += [clocks(device), persistence(device), slices(device), other_processes(device)]
     return checks
 
 
@@ -53,9 +59,15 @@ def preflight(capability: tuple[int, int], *, with_gpu: bool) -> list[Check]:
     """What is missing for a sweep (with a GPU) or for compiling only; empty when nothing is."""
     needed: list[Check] = [triton_version(), ptxas(capability)]
     if with_gpu:
-        needed = [gpu(), torch_build(), *needed, c_compiler(), python_headers()]
+        needed = [gpu(), driver(), torch_build(), *needed, c_compiler(), python_headers()]
     needed.append(kernel_cache())
     return [check for check in needed if check.state == "missing"]
+
+
+def disturbances(devices: Sequence[VisibleGpu]) -> list[Check]:
+    """What would spoil the times of a sweep that starts now: said before it starts, and no reason to refuse it."""
+    found = [check for device in devices for check in (clocks(device), other_processes(device))]
+    return [check for check in found if check.spoils]
 
 
 def gpu() -> Check:
@@ -82,44 +94,31 @@ def driver() -> Check:
         if nvml is None:
             return Check("driver", "missing", "NVML does not answer", "install NVIDIA's driver")
         version = nvml.nvmlSystemGetDriverVersion()
-    return Check("driver", "ok", version.decode() if isinstance(version, bytes) else str(version))
+        runs = int(_ask(nvml.nvmlSystemGetCudaDriverVersion) or 0) // 1000
+    found = version.decode() if isinstance(version, bytes) else str(version)
+    built_for = torch_cuda()
+    if runs and built_for and int(built_for.split(".")[0]) > runs:
+        found += f" runs CUDA {runs}, and PyTorch is built for CUDA {built_for}"
+        remedy = f"update the driver, or install a PyTorch that is built for CUDA {runs}"
+        return Check("driver", "missing", found, remedy)
+    return Check("driver", "ok", found)
 
 
 def torch_build() -> Check:
     """The CUDA that PyTorch was built for, read from its version file."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
+    values = torch_version_file()
+    if not values:
         return Check(
             "torch",
             "missing",
             "PyTorch is not installed",
             "pip install torch (Linux: the CUDA build)",
         )
-    values = _assignments(Path(spec.origin).parent / "version.py")
     version, cuda = values.get("__version__"), values.get("cuda")
     if cuda is None:
         remedy = "reinstall torch from its CUDA index: a CPU build runs no kernel"
         return Check("torch", "missing", f"torch {version} is built without CUDA", remedy)
     return Check("torch", "ok", f"torch {version}, CUDA {cuda}")
-
-
-def _assignments(path: Path) -> dict[str, Any]:
-    """Constants that a small Python file assigns, without running it."""
-    found: dict[str, Any] = {}
-    for node in ast.parse(path.read_text()).body:
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, ast.AnnAssign)
-            else []
-        )
-        value = getattr(node, "value", None)
-        if isinstance(value, ast.Constant):
-            found.update(
-                {target.id: value.value for target in targets if isinstance(target, ast.Name)}
-            )
-    return found
 
 
 def triton_version() -> Check:
@@ -225,10 +224,38 @@ def clocks(device: VisibleGpu) -> Check:
         most = _ask(lambda: nvml.nvmlDeviceGetMaxClockInfo(handle, nvml.NVML_CLOCK_SM))
         bits = _ask(lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)) or 0
     reasons = throttle_names(int(bits))
+    name = f"clocks of GPU {device.index}"
     found = f"SM {now} of {most} MHz" + (f", held by {', '.join(reasons)}" if reasons else "")
-    spoiled = any("thermal" in reason or "hardware" in reason for reason in reasons)
-    remedy = "cool the GPU or check its power: such samples are thrown away" if spoiled else ""
-    return Check(f"clocks of GPU {device.index}", "warning" if spoiled else "ok", found, remedy)
+    if int(bits) & SPOILING:
+        remedy = "cool the GPU or check its power: such samples are thrown away"
+        return Check(name, "warning", found, remedy, spoils=True)
+    if int(bits) & FIXED_BY_USER:
+        return Check(name, "ok", f"{found}, set by application clocks")
+    remedy = "nvidia-smi -lgc locks them (as root); without it rivals are still sampled in turn"
+    return Check(name, "warning", f"{found}, free to move unless locked with nvidia-smi", remedy)
+
+
+def persistence(device: VisibleGpu) -> Check:
+    """Without persistence mode the driver shuts the GPU down between two processes."""
+    name = f"persistence of GPU {device.index}"
+    with session() as nvml:
+        on = None
+        if nvml is not None:
+            handle = nvml.nvmlDeviceGetHandleByIndex(device.index)
+            on = _ask(lambda: nvml.nvmlDeviceGetPersistenceMode(handle))
+    if on == 0:
+        remedy = "nvidia-smi -pm 1 (as root), or run nvidia-persistenced: workers start sooner"
+        return Check(name, "warning", "off: the GPU is set up anew for each process", remedy)
+    return Check(name, "ok", "unknown" if on is None else "on")
+
+
+def slices(device: VisibleGpu) -> Check:
+    """A MIG slice has SMs, cache and a name of its own; its rows never stand for the whole GPU."""
+    name = f"MIG of GPU {device.index}"
+    if device.slice_of:
+        remedy = "nvidia-smi -mig 0 (as root) gives the whole GPU"
+        return Check(name, "warning", f"on: rows are {device.driver_name}'s own", remedy)
+    return Check(name, "ok", "off")
 
 
 def other_processes(device: VisibleGpu) -> Check:
@@ -245,6 +272,7 @@ def other_processes(device: VisibleGpu) -> Check:
             "warning",
             f"pids {', '.join(others)}",
             "stop them: times measured beside them mean little",
+            spoils=True,
         )
     return Check(name, "ok", "none")
 

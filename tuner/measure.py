@@ -8,6 +8,10 @@ left behind. No time is reported for a config that failed a gate.
 
 from __future__ import annotations
 
+import gc
+import sys
+import time
+import traceback
 from collections import OrderedDict
 from typing import Any
 
@@ -20,6 +24,8 @@ from tuner.sampling import Sampler, Timing, flush_buffer, matmul_tflops
 from tuner.stats import interval_width, median_interval
 
 CELL_MEMORY_SHARE = 0.25
+NOT_A_LEAK_BYTES = 64 << 20  # what allocators and other processes' contexts move by
+MEMORY_WAIT_S = 10.0  # the driver takes a moment to free what a killed process held
 
 
 class Measurer:
@@ -31,18 +37,22 @@ class Measurer:
         from dash_kernels.device import current_gpu, environment
 
         self.torch = torch
+        uuid = options.get("uuid", "")
+        monitor = Monitor(uuid)
+        self.left_behind = left_behind(monitor, options.get("held_bytes", {}).get(uuid))
         self.gpu = current_gpu(0)
         torch.cuda.set_device(0)
         torch.cuda.init()
         self.policy = MeasurementPolicy.from_dict(options["policy"])
         flush = flush_buffer(torch, self.gpu.l2_bytes)
-        self.sampler = Sampler(torch, self.policy, Monitor(options.get("uuid", "")), flush)
+        self.sampler = Sampler(torch, self.policy, monitor, flush)
         self.environment = environment(0)
         self.info: dict[str, Any] = {
             "environment": self.environment,
             "memory_bytes": self._memory(),
         }
         self.cells: OrderedDict[Problem, Cell] = OrderedDict()
+        self.at_rest = 0
         self.ceiling = round(matmul_tflops(torch, self.sampler), 1)
 
     def _memory(self) -> int:
@@ -65,12 +75,17 @@ class Measurer:
         return self._final(problem, [Entry.of(entry) for entry in task["entries"]])
 
     def healthy(self) -> bool:
-        """Free the failed candidate's memory; False when CUDA no longer answers in this process."""
+        """Free the failed candidate's memory; False when CUDA no longer answers, or some of it is not given back."""
         try:
             self.torch.cuda.synchronize()
+            forget_frames(sys.exc_info()[1])
+            for cell in self.cells.values():
+                cell.first = ()
+            gc.collect()
             self.torch.cuda.empty_cache()
             probe = self.torch.ones(1, device="cuda")
-            return bool(probe.item() == 1.0)
+            leaked = self.torch.cuda.memory_allocated() - self.at_rest
+            return bool(probe.item() == 1.0) and leaked <= NOT_A_LEAK_BYTES
         except Exception:  # any error here means that the context is lost, whatever its type
             return False
 
@@ -78,6 +93,7 @@ class Measurer:
 
     def _measure(self, problem: Problem, entry: Entry, baseline: Config | None) -> dict[str, Any]:
         cell = self._cell(problem)
+        self.at_rest = self.torch.cuda.memory_allocated()
         run = cell.runner(entry)
         gates = cell.gate(entry.config, run, self.policy.runs_compared)
         beside = None
@@ -93,6 +109,7 @@ class Measurer:
     def _final(self, problem: Problem, entries: list[Entry]) -> dict[str, Any]:
         """Close rivals sampled in turn, so that clocks move under all of them alike; the first is the baseline."""
         cell = self._cell(problem)
+        self.at_rest = self.torch.cuda.memory_allocated()
         results: list[dict[str, Any]] = []
         passed = []
         for entry in entries:
@@ -138,9 +155,13 @@ class Measurer:
                 head_dim=problem.head_dim,
                 environment=self.environment,
             ),
-            "telemetry": dict(
-                timing.telemetry, interval=interval_width(samples), matmul_tflops=self.ceiling
-            ),
+            "telemetry": {
+                **timing.telemetry,
+                "interval": interval_width(samples),
+                "settled": interval_width(samples) <= self.policy.target_interval,
+                "matmul_tflops": self.ceiling,
+                **({"memory_left_behind": self.left_behind} if self.left_behind else {}),
+            },
         }
 
     # -- cells ------------------------------------------------------------------------------------------------------
@@ -157,6 +178,27 @@ class Measurer:
             self.cells.popitem(last=False)
         self.cells[problem] = Cell(self.torch, problem, self.policy.reference_heads)
         return self.cells[problem]
+
+
+def left_behind(monitor: Monitor, held: int | None) -> int:
+    """Bytes of GPU memory that a killed worker has not given back, after waiting for it; 0 when all is back."""
+    deadline = time.monotonic() + MEMORY_WAIT_S
+    while held is not None:
+        used = monitor.memory_used()
+        extra = 0 if used is None else used - held
+        if extra <= NOT_A_LEAK_BYTES:
+            return 0
+        if time.monotonic() >= deadline:
+            return extra
+        time.sleep(0.1)
+    return 0
+
+
+def forget_frames(error: BaseException | None) -> None:
+    """Let go of the tensors in the frames of an exception and its causes."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def classified(error: Exception) -> CandidateError:

@@ -24,12 +24,17 @@ SPOILING = 0x8 | 0x20 | 0x40 | 0x80
 
 @dataclass(frozen=True, slots=True)
 class VisibleGpu:
-    """A GPU that this process may use. ``index`` is its NVML index, ``driver_name`` what the driver calls it."""
+    """A GPU that this process may use, or a MIG slice of one, which has a UUID and a name of its own.
+
+    ``index`` is the NVML index of the whole GPU, ``driver_name`` what the driver calls it, ``slice_of`` the UUID of the
+    GPU that a slice belongs to.
+    """
 
     index: int
     uuid: str
     driver_name: str
     capability: tuple[int, int]
+    slice_of: str = ""
 
 
 @contextmanager
@@ -61,8 +66,27 @@ def visible_gpus() -> list[VisibleGpu]:
             handle = nvml.nvmlDeviceGetHandleByIndex(index)
             uuid, name = nvml.nvmlDeviceGetUUID(handle), nvml.nvmlDeviceGetName(handle)
             major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-            found.append(VisibleGpu(index, _text(uuid), _text(name), (int(major), int(minor))))
+            whole = VisibleGpu(index, _text(uuid), _text(name), (int(major), int(minor)))
+            found += list(_slices(nvml, handle, whole)) if mig_is_on(nvml, handle) else [whole]
     return _selected(found, os.environ.get("CUDA_VISIBLE_DEVICES"))
+
+
+def mig_is_on(nvml: Any, handle: Any) -> bool:
+    """Whether the GPU is cut into slices, so that it cannot be used whole."""
+    try:
+        return bool(nvml.nvmlDeviceGetMigMode(handle)[0] == nvml.NVML_DEVICE_MIG_ENABLE)
+    except nvml.NVMLError:
+        return False
+
+
+def _slices(nvml: Any, handle: Any, whole: VisibleGpu) -> Iterator[VisibleGpu]:
+    for place in range(nvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+        try:
+            part = nvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, place)
+        except nvml.NVMLError:  # no slice in this place
+            continue
+        name, uuid = _text(nvml.nvmlDeviceGetName(part)), _text(nvml.nvmlDeviceGetUUID(part))
+        yield VisibleGpu(whole.index, uuid, name, whole.capability, slice_of=whole.uuid)
 
 
 def _selected(gpus: list[VisibleGpu], visible: str | None) -> list[VisibleGpu]:
@@ -75,6 +99,7 @@ def _selected(gpus: list[VisibleGpu], visible: str | None) -> list[VisibleGpu]:
             match = [gpu for gpu in gpus if gpu.index == int(entry)]
         else:
             match = [gpu for gpu in gpus if entry and gpu.uuid.startswith(entry)]
+            match = match or [gpu for gpu in gpus if gpu.slice_of and gpu.slice_of == entry]
         if not match:
             break
         chosen.append(match[0])
@@ -90,12 +115,24 @@ class Monitor:
             import pynvml
 
             pynvml.nvmlInit()
-            self._handle = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            self._handle = self._memory = pynvml.nvmlDeviceGetHandleByUUID(uuid)
+            if uuid.startswith("MIG-"):  # clocks are the whole GPU's, memory is the slice's
+                self._handle = pynvml.nvmlDeviceGetDeviceHandleFromMigDeviceHandle(self._memory)
             self._nvml = pynvml
         except ImportError:
             return
         except pynvml.NVMLError:
             return
+
+    def memory_used(self) -> int | None:
+        """Bytes in use on the GPU by every process, None where the driver does not say."""
+        nvml = self._nvml
+        if nvml is None:
+            return None
+        try:
+            return int(nvml.nvmlDeviceGetMemoryInfo(self._memory).used)
+        except nvml.NVMLError:
+            return None
 
     def sample(self) -> dict[str, int | float]:
         """sm_mhz, memory_mhz, celsius, watts and the throttle bits, those that the driver answers."""

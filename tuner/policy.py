@@ -13,11 +13,15 @@ class MeasurementPolicy:
     A sample is one whole backward between two CUDA events, with the L2 flushed before it, and each sample of a config
     is followed by one of the ``ascending`` baseline, so that both see the same clocks. Sampling goes on until half the
     width of the median's 95 % interval is below ``target_interval`` of it, or ``time_limit_ms`` or ``max_samples`` is
-    reached.
+    reached. Samples under a thermal or hardware slowdown are thrown away and taken again after a pause, up to
+    ``cool_down_s`` seconds of pauses, after which the config has failed and not been slow. The software power cap is
+    these chips' normal state under load: it is recorded.
     """
 
-    version: int = 1
-    timed: str = "whole backward: delta pass, main kernel, dQ cast, every zeroing"
+    version: int = 2
+    timed: str = (
+        "whole backward: delta pass, main kernel, dQ cast, every zeroing, padding of head_dim"
+    )
     timer: str = "CUDA events, launches queued ahead of the GPU"
     inputs: str = "fresh standard normal data for each cell and worker"
     baseline: str = "ascending, sampled alternately with each config"
@@ -28,6 +32,7 @@ class MeasurementPolicy:
     max_samples: int = 60
     time_limit_ms: float = 250.0
     target_interval: float = 0.005
+    cool_down_s: float = 30.0
     runs_compared: int = 4
     reference_heads: int = 2
 

@@ -6,11 +6,16 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from tuner.failures import CandidateError
 from tuner.nvml import SPOILING, Monitor, throttle_names
 from tuner.policy import MeasurementPolicy
 from tuner.stats import interval_width, median_interval
 
+Reading = dict[str, int | float]
+
 BATCH_ROUNDS = 6
+READ_EVERY_S = 0.002
+FIRST_PAUSE_S = 0.5
 MATMUL = 8192
 LONGEST_SPIN_S = 0.2
 SPIN_HZ = 1.7e9  # cycles a second that torch.cuda._sleep counts, near enough for a lead
@@ -19,28 +24,36 @@ SPIN_HZ = 1.7e9  # cycles a second that torch.cuda._sleep counts, near enough fo
 class Timing:
     """Samples in ms, one list a run, and what NVML said while they were taken."""
 
-    def __init__(self, samples: list[list[float]]) -> None:
-        self.samples = samples
+    def __init__(self, count: int) -> None:
+        self.samples: list[list[float]] = [[] for _ in range(count)]
         self.telemetry: dict[str, Any] = {}
-        self.spoiled = False
-        self._seen: list[dict[str, int | float]] = []
+        self._seen: list[Reading] = []
 
-    def observe(self, reading: dict[str, int | float]) -> None:
-        if reading:
-            self._seen.append(reading)
+    def add(self, events: Sequence[tuple[int, Any, Any]], readings: Sequence[Reading]) -> None:
+        for place, begin, end in events:
+            self.samples[place].append(begin.elapsed_time(end))
+        self._seen += readings
 
-    def finish(self) -> None:
+    def finish(self, discarded: int) -> None:
+        """Sum up the readings; ``discarded`` rounds were thrown away."""
+        if discarded:
+            self.telemetry["discarded_rounds"] = discarded
         if not self._seen:
             return
-        bits = 0
-        for reading in self._seen:
-            bits |= int(reading.get("throttle", 0))
-        self.spoiled = bool(bits & SPOILING)
         for name in ("sm_mhz", "memory_mhz", "celsius", "watts"):
             values = [reading[name] for reading in self._seen if name in reading]
             if values:
                 self.telemetry[name] = round(sum(values) / len(values), 1)
-        self.telemetry["throttle"] = throttle_names(bits)
+            if values and name == "sm_mhz":
+                self.telemetry["sm_mhz_range"] = [min(values), max(values)]
+        self.telemetry["throttle"] = throttle_names(_throttle(self._seen))
+
+
+def _throttle(readings: Sequence[Reading]) -> int:
+    bits = 0
+    for reading in readings:
+        bits |= int(reading.get("throttle", 0))
+    return bits
 
 
 def flush_buffer(torch: Any, l2_bytes: int) -> Any:
@@ -62,38 +75,57 @@ class Sampler:
         self.torch, self.policy, self.monitor, self.flush = torch, policy, monitor, flush
 
     def run(self, runs: Sequence[Callable[[], Any]]) -> Timing:
-        """Sample each of ``runs`` in turn until the policy is content."""
-        timing = self._once(runs)
-        if timing.spoiled:  # a thermal or hardware slowdown is not the config's: once more
-            time.sleep(1.0)
-            again = self._once(runs)
-            again.telemetry["discarded_rounds"] = len(timing.samples[0])
-            return again
-        return timing
+        """Sample each of ``runs`` in turn until the policy is content.
 
-    def _once(self, runs: Sequence[Callable[[], Any]]) -> Timing:
-        policy, torch = self.policy, self.torch
+        Raises CandidateError (runtime) when the GPU stays under a thermal or hardware slowdown.
+        """
+        policy = self.policy
         spin = self._warm_up(runs)
-        timing = Timing([[] for _ in runs])
-        started = time.perf_counter()
+        timing = Timing(len(runs))
+        started, paused, discarded, pauses = time.perf_counter(), 0.0, 0, 0
         while True:
-            rounds = min(BATCH_ROUNDS, policy.max_samples - len(timing.samples[0]))
-            events = self._enqueue(runs, rounds, spin)
-            timing.observe(self.monitor.sample())
-            torch.cuda.synchronize()
-            for place, begin, end in events:
-                timing.samples[place].append(begin.elapsed_time(end))
             count = len(timing.samples[0])
-            if count >= policy.max_samples:
-                break
-            spent = (time.perf_counter() - started) * 1e3
+            rounds = min(BATCH_ROUNDS, policy.max_samples - count)
+            events = self._enqueue(runs, rounds, spin)
+            readings = self._watch(events[-1][2])
+            if (bits := _throttle(readings)) & SPOILING:  # the chip's state, not the config's
+                discarded += rounds
+                paused += self._pause(pauses, paused, bits)
+                pauses += 1
+                continue
+            timing.add(events, readings)
+            count += rounds
+            spent = (time.perf_counter() - started - paused) * 1e3
             settled = all(
                 interval_width(samples) <= policy.target_interval for samples in timing.samples
             )
-            if count >= policy.min_samples and (settled or spent >= policy.time_limit_ms):
-                break
-        timing.finish()
-        return timing
+            enough = settled or spent >= policy.time_limit_ms
+            if count >= policy.max_samples or (count >= policy.min_samples and enough):
+                timing.finish(discarded)
+                return timing
+
+    def _watch(self, last: Any) -> list[Reading]:
+        """Read NVML until the queued samples have run, once at least."""
+        readings = [self.monitor.sample()]
+        while not last.query():
+            time.sleep(READ_EVERY_S)
+            readings.append(self.monitor.sample())
+        self.torch.cuda.synchronize()
+        return [reading for reading in readings if reading]
+
+    def _pause(self, earlier: int, paused: float, bits: int) -> float:
+        """Let the GPU recover; answers for how many seconds."""
+        left = self.policy.cool_down_s - paused
+        if left <= 0:
+            reasons = ", ".join(throttle_names(bits & SPOILING))
+            raise CandidateError(
+                "runtime",
+                f"the GPU stayed under {reasons} for {paused:.0f} s, so no sample is worth keeping: "
+                "cool it or check its power, then --retry",
+            )
+        seconds = min(left, FIRST_PAUSE_S * 2**earlier)
+        time.sleep(seconds)
+        return seconds
 
     def _warm_up(self, runs: Sequence[Callable[[], Any]]) -> float:
         """Run everything for a while; answers the seconds by which a batch's launches must lead the GPU."""

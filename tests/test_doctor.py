@@ -1,0 +1,89 @@
+"""What the doctor finds on a machine that NVML describes, and what it says to do about it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from fake_nvml import Board, FakeNvml, Slice
+
+import tuner.doctor
+from tuner.doctor import Check, disturbances, examine
+from tuner.nvml import Monitor, VisibleGpu, visible_gpus
+
+PART = Slice("NVIDIA H200 MIG 1g.18gb", "MIG-a", used=3)
+
+
+def install(monkeypatch: pytest.MonkeyPatch, *boards: Board, **driver: object) -> None:
+    monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(*boards, **driver))  # type: ignore[arg-type]
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(tuner.doctor, "torch_cuda", lambda: "13.0")
+
+
+def named(checks: list[Check], start: str) -> Check:
+    (found,) = [check for check in checks if check.name.startswith(start)]
+    return found
+
+
+def test_a_machine_in_order_has_nothing_but_free_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Board())
+    checks = examine()
+    for name in ("gpu", "driver", "persistence", "MIG", "other processes"):
+        assert named(checks, name).state == "ok"
+    clocks = named(checks, "clocks")
+    assert (clocks.state, clocks.spoils) == ("warning", False)
+    assert "free to move" in clocks.found
+    assert "-lgc" in clocks.remedy
+    assert disturbances(visible_gpus()) == []
+
+
+@pytest.mark.parametrize(
+    ("board", "name", "found", "remedy"),
+    [
+        (Board(throttle=0x40), "clocks", "hardware thermal slowdown", "cool the GPU"),
+        (Board(pids=(4711,)), "other processes", "pids 4711", "stop them"),
+        (Board(persistence=0), "persistence", "off", "nvidia-smi -pm 1"),
+        (Board(slices=[PART]), "MIG", "NVIDIA H200 MIG 1g.18gb's own", "nvidia-smi -mig 0"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_remedy(
+    board: Board, name: str, found: str, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install(monkeypatch, board)
+    check = named(examine(), name)
+    assert check.state == "warning"
+    assert found in check.found
+    assert remedy in check.remedy
+    told = disturbances(visible_gpus())
+    assert told == ([check] if name in ("clocks", "other processes") else [])
+
+
+def test_clocks_that_the_user_has_set_are_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, Board(throttle=0x2))
+    assert named(examine(), "clocks").state == "ok"
+
+
+def test_a_driver_older_than_pytorchs_cuda_is_missing_something(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, Board(), driver="550.54", cuda=12040)
+    check = named(examine(), "driver")
+    assert check.state == "missing"
+    assert "550.54 runs CUDA 12, and PyTorch is built for CUDA 13.0" in check.found
+    assert "update the driver" in check.remedy
+
+
+def test_slices_are_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    other = Slice("NVIDIA H200 MIG 2g.35gb", "MIG-b")
+    whole = Board(uuid="GPU-1", used=9)
+    install(monkeypatch, Board(slices=[PART, other], used=7, sm_mhz=1234), whole)
+    names = ["NVIDIA H200 MIG 1g.18gb", "NVIDIA H200 MIG 2g.35gb", "NVIDIA H200"]
+    assert [gpu.driver_name for gpu in visible_gpus()] == names
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-b")
+    assert visible_gpus() == [VisibleGpu(0, "MIG-b", names[1], (9, 0), "GPU-0")]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-0")
+    assert [gpu.uuid for gpu in visible_gpus()] == ["MIG-a"], "CUDA takes the first slice"
+    monitor = Monitor("MIG-a")
+    assert monitor.sample()["sm_mhz"] == 1234, "clocks are the whole GPU's"
+    assert monitor.memory_used() == 3, "memory is the slice's"
+    assert Monitor("GPU-1").memory_used() == 9

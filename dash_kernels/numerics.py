@@ -10,9 +10,12 @@ import hashlib
 import json
 import logging
 import os
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dash_kernels.problem import Config, padded_head_dim
+from dash_kernels.problem import Config, Problem, padded_head_dim
+
+if TYPE_CHECKING:
+    from dash_kernels.lookup import Entry
 
 logger = logging.getLogger("dash_kernels")
 
@@ -34,6 +37,21 @@ def config_key(config: Config, *, dtype: str, head_dim: int, environment: dict[s
     ``head_dim`` counts by the kernel that serves it: 64, 128 or 256.
     """
     return _digest(_bits(config, dtype, head_dim) | {"environment": _environment_bits(environment)})
+
+
+def same_bits(
+    one: Entry, its_environment: dict[str, Any], two: Entry, other: dict[str, Any], problem: Problem
+) -> bool:
+    """Whether two entries of lookup tables give equal bits for ``problem``: by their stored keys, else by new ones."""
+    if one.numerics_key and two.numerics_key:
+        return one.numerics_key == two.numerics_key
+    keys = {
+        config_key(
+            entry.config, dtype=problem.dtype, head_dim=problem.head_dim, environment=environment
+        )
+        for entry, environment in ((one, its_environment), (two, other))
+    }
+    return len(keys) == 1
 
 
 def numerics_key(device: int | str | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,10 +117,14 @@ def _place(cell: Cell) -> tuple[Any, ...]:
 
 
 class Snapshots:
-    """Snapshots of a store. Safe between threads; each is computed by one of them while the others wait."""
+    """Snapshots of a store. Safe between threads; each is computed by one of them while the others wait.
+
+    ``last_id`` answers the id of the newest row: the store's own, unless a server sets one that it asks less often.
+    """
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self.last_id: Callable[[], int] = store.last_result_id
         self._held: dict[tuple[str, str], Snapshot] = {}
         self._standings: dict[tuple[str, str], Standing] = {}
         self._locks: dict[tuple[str, str], threading.Lock] = {}
@@ -147,7 +151,7 @@ class Snapshots:
 
     def counts(self) -> dict[tuple[str, str, str], int]:
         """Number of rows by (gpu, source, status); only new ones are counted again."""
-        last = self._store.last_result_id()
+        last = self.last_id()
         with self._guard:
             counted_to, held = self._counted
             if last < counted_to:
@@ -161,7 +165,7 @@ class Snapshots:
 
     def of(self, gpu: str, source: str = "measured") -> Snapshot:
         """The snapshot as of now. Raises StoreUnavailable when the database does not answer."""
-        last = self._store.last_result_id()
+        last = self.last_id()
         held = self._held.get((gpu, source))
         if held is not None and held.last_id == last:
             return held

@@ -6,14 +6,24 @@ import errno
 import logging
 import os
 import socket
-from typing import Annotated, Any, NoReturn
+import tempfile
+import threading
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+
+from server import logs
+
+if TYPE_CHECKING:
+    from server.deps import Context
+    from server.settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 log = logging.getLogger("dash.server")
 
 MEMORY = "sqlite://"
+GRACE_SECONDS = 10
+SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 
 
 @app.command()
@@ -37,12 +47,12 @@ def serve(
 ) -> None:
     """Serve the API and the dashboard.
 
-    Settings are DASH_* variables: DASH_TOKEN allows writes, DASH_DEFAULT_GPU answers calls that name no GPU,
-    DASH_ROOT_PATH is the prefix of a proxy, DASH_CORS_ORIGINS a JSON list of sites that may read, DASH_MAX_BODY_BYTES and
-    DASH_RETRY_AFTER_S the limits of a write and of a wait.
+    Settings are DASH_* variables: DASH_TOKEN allows writes, and DASH_TOKENS_FILE those of named holders
+    (python -m server.tokens NAME makes one); DASH_DEFAULT_GPU answers calls that name no GPU, DASH_SERVE_RELEASE pins
+    GPUs to a release ('{"h200": 3}'); DASH_ROOT_PATH is the prefix of a proxy, DASH_CORS_ORIGINS a JSON list of sites
+    that may read, DASH_MAX_BODY_BYTES and DASH_RETRY_AFTER_S the limits of a write and of a wait; DASH_LOG=json and
+    DASH_LOG_REQUESTS=1 say what is logged and how. docs/operations.md has more.
     """
-    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("dash").setLevel(logging.INFO)
     if db is not None:
         os.environ["DASH_DB"] = db
     if root_path is not None:
@@ -50,28 +60,41 @@ def serve(
     if read_only:
         os.environ["DASH_READ_ONLY"] = "1"
     listener = _listen(host, port)
-    where = _prepare()
+    settings = _settings()
+    logs.configure(as_json=settings.log == "json")
+    where = _prepare(settings)
     shown = f"[{host}]" if ":" in host else host
     typer.echo(f"dash-serve: http://{shown}:{listener.getsockname()[1]} serves {where}", err=True)
     _run(listener, workers)
 
 
-def _prepare() -> str:
+def _settings() -> Settings:
+    """The settings, with the tokens read once, or one line and exit 2."""
+    from pydantic import ValidationError
+    from pydantic_settings import SettingsError
+
+    from server.security import TokenFileError, Tokens
+    from server.settings import Settings
+
+    try:
+        settings = Settings()
+        Tokens.of(settings)
+    except ValidationError as error:
+        first = error.errors()[0]
+        _stop(f"DASH_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}")
+    except (SettingsError, TokenFileError) as error:
+        _stop(str(error))
+    return settings
+
+
+def _prepare(settings: Settings) -> str:
     """Open the database once before any worker does, and load the shipped rows and releases that it has not.
 
     A database that exists but cannot be written is served as it is, with a warning; where none was named and the user
     has no folder to hold one, the shipped results are served from memory.
     """
-    from pydantic import ValidationError
-
-    from server.settings import Settings
     from tuner.results.rows import StoreError
 
-    try:
-        settings = Settings()
-    except ValidationError as error:
-        first = error.errors()[0]
-        _stop(f"DASH_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}")
     try:
         return _open(settings.db, settings.read_only)
     except StoreError as error:
@@ -139,7 +162,9 @@ def _run(listener: socket.socket, workers: int) -> None:
     options: dict[str, Any] = {
         "factory": True,
         "log_level": "warning",
-        "timeout_graceful_shutdown": 10,
+        "log_config": None,
+        "server_header": False,
+        "timeout_graceful_shutdown": GRACE_SECONDS,
     }
     if workers == 1:
         config = uvicorn.Config("server.cli:application", **options)
@@ -147,7 +172,9 @@ def _run(listener: socket.socket, workers: int) -> None:
         return
     host, port = listener.getsockname()[:2]
     listener.close()
-    uvicorn.run("server.cli:application", host=host, port=port, workers=workers, **options)
+    with tempfile.TemporaryDirectory(prefix="dash-metrics-") as folder:
+        os.environ.setdefault(SHARED_METRICS, folder)
+        uvicorn.run("server.cli:application", host=host, port=port, workers=workers, **options)
 
 
 def application() -> object:
@@ -157,12 +184,27 @@ def application() -> object:
     from tuner.results.store import Store
 
     settings = Settings()
+    logs.configure(as_json=settings.log == "json")
     in_memory = settings.db == MEMORY
     store = Store.open(settings.db, read_only=settings.read_only and not in_memory)
     if in_memory:
         store.load_shipped()
         store.read_only = settings.read_only
-    return create_app(store, settings)
+    app = create_app(store, settings)
+    threading.Thread(target=_warm, args=(app.state.context,), daemon=True).start()
+    return app
+
+
+def _warm(context: Context) -> None:
+    """Take the default GPU's snapshot before somebody asks for it: of a large database that takes seconds."""
+    from tuner.results.rows import StoreError
+
+    try:
+        gpu = context.snapshots.default_gpu()
+        if gpu is not None:
+            context.snapshots.of(gpu)
+    except StoreError as error:
+        log.warning("%s", error)
 
 
 def _stop(line: str) -> NoReturn:

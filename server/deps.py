@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -13,9 +13,13 @@ from fastapi.responses import JSONResponse
 
 from dash_kernels.device import GPUS
 from dashboard.snapshot import Snapshots
+from server.caching import Body
 from server.errors import ApiError, invalid
+from server.fresh import Fresh, State
+from server.security import Tokens
 from server.settings import Settings
 from tuner.export import rfc3339
+from tuner.results.rows import Release
 from tuner.results.store import Store
 
 
@@ -26,6 +30,8 @@ class Context:
     store: Store
     snapshots: Snapshots
     settings: Settings
+    fresh: Fresh
+    tokens: Tokens
 
     def default_gpu(self) -> str:
         """The setting, else :meth:`Snapshots.default_gpu`. 404 where nothing is stored."""
@@ -41,11 +47,30 @@ class Context:
         """The GPU that is meant. 422 for a name that neither the package nor the database knows."""
         if asked is None:
             return self.default_gpu()
-        if asked not in GPUS and asked not in self.store.gpus():
+        if asked not in GPUS and asked not in self.snapshots.gpus():
             raise invalid(
                 "gpu", f"gpu is {asked[:60]!r}, which is not known; known: {', '.join(GPUS)}"
             )
         return asked
+
+    def release(self, gpu: str, asked: str | None = None) -> Release | None:
+        """The release that answers for ``gpu``: the one asked for, else the pinned, else the newest; None for none.
+
+        404 for one that does not exist.
+        """
+        wanted: str | int | None = asked
+        if wanted is None:
+            wanted = self.settings.serve_release.get(gpu)
+        if wanted is None:
+            return self.store.get_release(gpu=gpu)
+        known = self.store.releases(gpu)
+        by_name = {r.name: r for r in known} | {str(r.id): r for r in known}
+        found = by_name.get(str(wanted))
+        if found is None:
+            names = ", ".join(f"{r.id} ({r.name})" for r in known) or "none"
+            why = "" if asked is not None else ", to which DASH_SERVE_RELEASE pins this server,"
+            raise ApiError(404, f"release {wanted} of {gpu}{why} does not exist; there is {names}")
+        return found
 
 
 class Answers:
@@ -54,17 +79,21 @@ class Answers:
     LARGEST = 1024
 
     def __init__(self) -> None:
-        self._held: tuple[tuple[int, int], dict[str, bytes]] = ((-1, -1), {})
+        self._held: tuple[State | None, dict[Hashable, Body]] = (None, {})
 
-    def get(self, state: tuple[int, int], query: str, compute: Callable[[], Any]) -> bytes:
-        """The answer to ``query``, computed unless it is held for this state. Failures are not kept."""
+    def peek(self, state: State, key: Hashable) -> Body | None:
+        of, answers = self._held
+        return answers.get(key) if of == state else None
+
+    def get(self, state: State, key: Hashable, compute: Callable[[], Any]) -> Body:
+        """The answer under ``key``, computed unless it is held for this state. Failures are not kept."""
         of, answers = self._held
         if of != state or len(answers) >= self.LARGEST:
             answers = {}
             self._held = state, answers  # one assignment: no thread sees another state's answers
-        if query not in answers:
-            answers[query] = strict_json(compute())
-        return answers[query]
+        if key not in answers:
+            answers[key] = Body(strict_json(compute()))
+        return answers[key]
 
 
 def plain(value: Any) -> Any:

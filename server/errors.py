@@ -14,6 +14,7 @@ from sqlalchemy.exc import DBAPIError, OperationalError
 from starlette.exceptions import HTTPException
 from starlette.routing import compile_path
 
+from server.logs import REQUEST_ID
 from tuner.results.rows import StoreError
 
 log = logging.getLogger("dash.server")
@@ -57,6 +58,8 @@ def problem_response(
     }
     if parameter is not None:
         body["parameter"] = parameter
+    if number := REQUEST_ID.get():
+        body["request_id"] = number
     body.update(extra)
     return JSONResponse(body, status, headers=headers, media_type="application/problem+json")
 

@@ -1,16 +1,17 @@
-"""Around every request: body limit, security headers, metrics. Plain ASGI, so that it costs microseconds."""
+"""Around every request: its id, the body limit, security headers, metrics, its log line. Plain ASGI: microseconds."""
 
 from __future__ import annotations
 
 import time
+from http import HTTPStatus
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server import logs
+from server.caching import NEVER
 from server.errors import problem_response
-from tuner.results.rows import StoreError
-from tuner.results.store import Store
+from server.metrics import Metrics
 
 CONTENT_SECURITY_POLICY = "; ".join(
     (
@@ -27,8 +28,14 @@ CONTENT_SECURITY_POLICY = "; ".join(
 HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
     "Referrer-Policy": "same-origin",
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
 }
+RAW_HEADERS = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
+LARGEST_QUERY = 8192
+METHODS = ("GET", "HEAD", "POST", "OPTIONS")
 
 
 class UnderPrefix:
@@ -44,29 +51,59 @@ class UnderPrefix:
 
 
 class Guard:
-    """Adds the security headers and refuses a body larger than ``limit`` bytes, announced or not."""
+    """Gives a request its id and its limits, an answer its security headers, and counts and logs what came of it.
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
+    A body larger than ``limit`` bytes, announced or not, is 413; a query string over LARGEST_QUERY bytes 414.
+    """
+
+    def __init__(self, app: ASGIApp, limit: int, metrics: Metrics, every_request: bool) -> None:
+        self.app, self.limit, self.metrics = app, limit, metrics
+        self.every_request = every_request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        status, begin = 500, time.perf_counter()
+        given = {name: value for name, value in scope["headers"] if name in _READ}
+        number = logs.request_id(given.get(b"x-request-id", b"").decode("latin-1"))
+        known = logs.REQUEST_ID.set(number)
 
         async def send_guarded(message: Message) -> None:
+            nonlocal status
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
-                    headers.setdefault(name, value)
+                status = message["status"]
+                message["headers"] = [
+                    *message["headers"],
+                    *RAW_HEADERS,
+                    (b"x-request-id", number.encode()),
+                ]
+                if scope["method"] != "GET":
+                    MutableHeaders(scope=message).setdefault("Cache-Control", NEVER)
             await send(message)
 
-        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        try:
+            await self._admit(scope, receive, send_guarded, given.get(b"content-length", b"0"))
+        finally:
+            seconds = time.perf_counter() - begin
+            route = getattr(scope.get("route"), "path", "none")
+            method = scope["method"] if scope["method"] in METHODS else "other"
+            self.metrics.count(method, route, status, seconds)
+            writer = scope.get("state", {}).get("writer", "")
+            if status >= 500 or writer or self.every_request:
+                logs.answered(method, scope["path"][:200], route, status, seconds * 1000, writer)
+            logs.REQUEST_ID.reset(known)
+
+    async def _admit(self, scope: Scope, receive: Receive, send: Send, announced: bytes) -> None:
+        if len(scope["query_string"]) > LARGEST_QUERY:
+            line = f"the query string is longer than the {LARGEST_QUERY} bytes this server takes"
+            await problem_response(HTTPStatus.REQUEST_URI_TOO_LONG, line)(scope, receive, send)
+            return
         if announced.isdigit() and int(announced) > self.limit:
-            await self._too_large()(scope, receive, send_guarded)
+            await self._too_large()(scope, receive, send)
             return
         if scope["method"] in ("GET", "HEAD", "OPTIONS"):
-            await self.app(scope, receive, send_guarded)
+            await self.app(scope, receive, send)
             return
         body = bytearray()
         while True:
@@ -75,7 +112,7 @@ class Guard:
                 return
             body += message.get("body", b"")
             if len(body) > self.limit:
-                await self._too_large()(scope, receive, send_guarded)
+                await self._too_large()(scope, receive, send)
                 return
             if not message.get("more_body"):
                 break
@@ -84,7 +121,7 @@ class Guard:
         async def receive_whole() -> Message:
             return whole.pop() if whole else await receive()
 
-        await self.app(scope, receive_whole, send_guarded)
+        await self.app(scope, receive_whole, send)
 
     def _too_large(self) -> ASGIApp:
         return problem_response(
@@ -92,62 +129,4 @@ class Guard:
         )
 
 
-class Metrics:
-    """Counts requests and their seconds by route (the path's template, so that labels stay few) and status."""
-
-    def __init__(self, app: ASGIApp, registry: CollectorRegistry) -> None:
-        self.app = app
-        self.requests = Counter(
-            "dash_requests", "Requests answered.", ["method", "route", "status"], registry=registry
-        )
-        self.seconds = Histogram(
-            "dash_request_seconds",
-            "Time to answer.",
-            ["route"],
-            buckets=(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 10),
-            registry=registry,
-        )
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        status, begin = 500, time.perf_counter()
-
-        async def send_counted(message: Message) -> None:
-            nonlocal status
-            if message["type"] == "http.response.start":
-                status = message["status"]
-            await send(message)
-
-        try:
-            await self.app(scope, receive, send_counted)
-        finally:
-            route = getattr(scope.get("route"), "path", "none")
-            method = (
-                scope["method"]
-                if scope["method"] in ("GET", "HEAD", "POST", "OPTIONS")
-                else "other"
-            )
-            self.requests.labels(method, route, str(status)).inc()
-            self.seconds.labels(route).observe(time.perf_counter() - begin)
-
-
-def store_gauges(store: Store, registry: CollectorRegistry) -> None:
-    """The newest row's id and whether the database answers, read when /metrics is."""
-
-    def last_row() -> float:
-        try:
-            return float(store.last_result_id())
-        except StoreError:
-            return float("nan")
-
-    def up() -> float:
-        try:
-            store.ping()
-        except StoreError:
-            return 0.0
-        return 1.0
-
-    Gauge("dash_last_result_id", "Id of the newest row.", registry=registry).set_function(last_row)
-    Gauge("dash_database_up", "1 while the database answers.", registry=registry).set_function(up)
+_READ = (b"x-request-id", b"content-length")

@@ -6,9 +6,27 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from server.params import Count, Direction, Dtype, GpuName, Mask, RowId, Source, Status, Time
+from dash_kernels.problem import Config
+from server.params import Count, Direction, Dtype, Edge, GpuName, Mask, RowId, Source, Status, Time
 
 Text = Annotated[str, Field(max_length=16_000)]
+
+
+class Differs(BaseModel):
+    """A field in which the question differs from what there is."""
+
+    field: str = Field(examples=["seq_len"])
+    asked: Any = Field(examples=[5000])
+    has: list[Any] = Field(examples=[[4096]])
+
+
+class Rung(BaseModel):
+    """A step of the ladder, from the top: whether it answered, and why it did or did not."""
+
+    rung: Literal["exact", "nearest", "family", "default"]
+    answered: bool
+    why: str = Field(examples=["seq_len: asked 5000, there is 4096"])
+    differs: list[Differs]
 
 
 class Problem(BaseModel):
@@ -19,6 +37,8 @@ class Problem(BaseModel):
     status: int
     detail: str
     parameter: str | None = None
+    request_id: str | None = Field(None, description="As in the X-Request-ID header and the log.")
+    ladder: list[Rung] | None = Field(None, description="Where /best has no answer: why.")
 
 
 class Confidence(BaseModel):
@@ -50,7 +70,7 @@ class Standing(BaseModel):
 class Best(Standing):
     gpu: str
     release: str | None
-    matched: Literal["exact", "nearest"]
+    matched: Literal["exact", "nearest", "family", "default"]
 
 
 class AtLength(Best):
@@ -61,9 +81,19 @@ class AtLength(Best):
     fastest: Standing | None = Field(description="Faster still, but only with allow_resident=True.")
 
 
-class BestAnswer(BaseModel):
-    """Every config here is safe with any number of free SMs, except under ``fastest``."""
+class Unreleased(BaseModel):
+    """What measurements since the release would change."""
 
+    cells: int = Field(description="Cells that would be served otherwise, or anew.")
+    bits_change: int = Field(description="Of these, cells whose gradients get other bits.")
+    newest: str | None = Field(description="When the newest winner was measured.")
+    how: str = Field(examples=["dash-tune release --gpu h200 freezes them"])
+
+
+class BestAnswer(BaseModel):
+    """Every config here is safe with any number of free SMs, except under ``fastest``. Options that are off go unsaid."""
+
+    model_config = ConfigDict(extra="allow")
     gpu: str
     mask: str
     head_dim: int
@@ -75,7 +105,13 @@ class BestAnswer(BaseModel):
         description="Name of the release that answered; null: the rows as they are now."
     )
     release_id: int | None
-    matched: Literal["exact", "nearest"] | None
+    digest: str | None = Field(description="Of the release's lookup table.")
+    measured_on: str | None = Field(description="The GPU whose measurements answer.")
+    matched: Literal["exact", "nearest", "family", "default"] | None
+    ladder: list[Rung]
+    unreleased: Unreleased | None = Field(
+        description="Newer measurements of this GPU that no release has; null: none that change anything."
+    )
     best: Best | None
     by_seq_len: dict[str, AtLength]
 
@@ -145,7 +181,59 @@ class ReleaseInfo(BaseModel):
     notes: str
     cells: int
     created_at: str
+    served: bool = Field(description="Whether it answers where no release is named.")
+    changes: str | None = Field(
+        description="Against the release before it; null for a GPU's first.",
+        examples=["22 cells as before, 2 with another config; 1 changes bits"],
+    )
     table: str = Field(description="Where the frozen table is.")
+
+
+class Moved(BaseModel):
+    """What a cell serves on one side of a diff."""
+
+    config: dict[str, Any]
+    tflops: float | None
+    numerics_key: str | None
+
+
+class CellChange(BaseModel):
+    """A cell that is not served as before."""
+
+    model_config = ConfigDict(extra="allow")
+    mask: str
+    head_dim: int
+    dtype: str
+    seq_len: int
+    change: Literal["added", "removed", "config", "bits"]
+    bits_change: bool = Field(description="Whether gradients get other bits.")
+    gain: float | None = Field(description="New speed over old, minus one.", examples=[0.021])
+    before: Moved | None
+    after: Moved | None
+
+
+class Counts(BaseModel):
+    same: int
+    added: int
+    removed: int
+    config: int
+    bits: int
+    bits_change: int
+
+
+class Side(BaseModel):
+    id: int | None
+    name: str
+    digest: str
+
+
+class ReleaseDiff(BaseModel):
+    gpu: str
+    old: Side | None
+    new: Side
+    summary: str = Field(examples=["22 cells as before, 2 with another config; 1 changes bits"])
+    cells: Counts
+    changes: list[CellChange]
 
 
 class Health(BaseModel):
@@ -164,6 +252,11 @@ class ProblemBody(BaseModel):
     heads: Count = 1
     heads_kv: Count | None = None
     seq_len_kv: Count | None = None
+    window_left: Edge | None = None
+    window_right: Edge | None = None
+    head_dim_v: Count | None = None
+    softcap: bool | None = None
+    varlen: bool | None = None
 
 
 class RunBody(BaseModel):
@@ -171,7 +264,7 @@ class RunBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     gpu: GpuName = Field(examples=["h200"])
-    environment: dict[str, Any]
+    environment: dict[str, Any] = Field(examples=[{"gpu": "h200", "triton": "3.6.0"}])
     measurement_policy: dict[str, Any] = Field(default_factory=dict)
     command: Text = ""
     source: Source = "measured"
@@ -185,7 +278,7 @@ class RowBody(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
     problem: ProblemBody
-    config: dict[str, Any]
+    config: dict[str, Any] = Field(examples=[Config().to_dict()])
     status: Status = "ok"
     direction: Direction = "backward"
     error: Text | None = None

@@ -115,7 +115,38 @@ class Shape(HeadDim):
         return self.seq_len if self.seq_len is not None else self.s
 
 
-class BestQuery(Shape):
+def _flag(value: Any) -> Any:
+    """true or false, nothing else: pydantic alone would take "on", "y" and "1" as well."""
+    if isinstance(value, str):
+        if value not in ("true", "false"):
+            raise ValueError("it must be true or false")
+        return value == "true"
+    return value
+
+
+Flag = Annotated[bool, BeforeValidator(_flag)]
+
+
+def _edge(value: Any) -> Any:
+    """A window's edge: -1, or a whole number."""
+    return -1 if value == "-1" else _digits(value)
+
+
+Edge = Annotated[int, Field(ge=-1, le=LARGEST), BeforeValidator(_edge)]
+Triton = Annotated[str, Field(pattern=r"^\d{1,4}(\.\d{1,6}){0,3}$", examples=["3.6.0"])]
+
+
+class Options(Shape):
+    """What a problem has beside its shape; a cell answers only where all of them agree."""
+
+    window_left: Edge = Field(-1, description="Keys that a query sees to its left; -1: all.")
+    window_right: Edge = Field(-1, description="And to its right; with mask causal always 0.")
+    head_dim_v: Count | None = Field(None, description="Where V's differs from `head_dim`.")
+    softcap: Flag = False
+    varlen: Flag = Field(False, description="Packed sequences; `seq_len` is the longest.")
+
+
+class BestQuery(Options):
     mask: Mask = Field(examples=["causal"])
     gpu: GpuName | None = Field(
         None, description="Default: the server's default GPU; the answer names it."
@@ -131,9 +162,44 @@ class BestQuery(Shape):
         None,
         max_length=128,
         min_length=1,
-        description="Number or name; `draft` for the rows as they are now. Default: the newest, else the rows.",
+        description="Number or name; `draft` for the rows as they are now, which never answer by default. Default: the newest.",
     )
     source: Source = "measured"
+    triton: Triton | None = Field(
+        None,
+        description="The asker's Triton: a release tuned with another major version of it does not answer.",
+    )
+    allow_compiler: Flag = Field(False, description="Let it answer nevertheless.")
+    allow_family: Flag = Field(
+        False, description="Let a GPU of the same family answer where this one has nothing."
+    )
+    allow_default: Flag = Field(
+        False,
+        description="Let the default rule answer where nothing was measured; needs `seq_len`.",
+    )
+
+
+class TableQuery(Strict):
+    gpu: GpuName | None = None
+    release: str | None = Field(
+        None, max_length=128, min_length=1, description="Number or name. Default: the newest."
+    )
+
+
+class DiffQuery(Strict):
+    gpu: GpuName | None = None
+    old: str | None = Field(
+        None,
+        max_length=128,
+        min_length=1,
+        description="Number or name. Default: the release before `new`.",
+    )
+    new: str = Field(
+        "draft",
+        max_length=128,
+        min_length=1,
+        description="Number, name, or `draft` for the rows as they are now.",
+    )
 
 
 class CurvesQuery(HeadDim):
@@ -146,6 +212,12 @@ class CurvesQuery(HeadDim):
 
 
 class ResultsQuery(Shape):
+    window_left: Edge | None = None
+    window_right: Edge | None = None
+    head_dim_v: Count | None = None
+    softcap: Flag | None = None
+    varlen: Flag | None = None
+    numerics_key: Annotated[str, Field(max_length=64)] | None = None
     gpu: GpuName | None = None
     mask: Mask | None = None
     dtype: Dtype | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
@@ -9,7 +11,8 @@ from pydantic_settings import BaseSettings, SettingsConfigDict
 class Settings(BaseSettings):
     """What a deployment may choose. Every field is DASH_<NAME> in the environment.
 
-    ``token`` allows POST; without one the service is read-only. ``default_gpu`` answers calls that name no GPU.
+    ``token`` and ``tokens_file`` allow POST; without either the service is read-only. ``default_gpu`` answers calls that
+    name no GPU. ``serve_release`` pins GPUs to an older release: {"h200": 3} answers as if no later one were there.
     ``root_path`` is the prefix that a proxy strips, for instance ``/dash``.
     """
 
@@ -18,8 +21,12 @@ class Settings(BaseSettings):
     db: str | None = None
     read_only: bool = False
     token: SecretStr | None = None
+    tokens_file: str | None = None
     default_gpu: str | None = None
+    serve_release: dict[str, int] = Field(default_factory=dict)
     root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]+)*$")
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     cors_origins: list[str] = Field(default_factory=list)
     retry_after_s: int = Field(default=5, ge=1)
+    log: Literal["text", "json"] = "text"
+    log_requests: bool = False

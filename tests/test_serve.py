@@ -16,6 +16,7 @@ from fake_rows import fill
 
 from server.app import create_app
 from server.settings import Settings
+from tuner.export import freeze
 from tuner.results.store import Store
 
 
@@ -118,6 +119,7 @@ def test_serve_answers_from_a_database_that_cannot_be_written(tmp_path: Path) ->
     path = tmp_path / "fake.db"
     with Store.open(path) as store:
         fill(store)
+        freeze(store, "h200")
     found = best_of_a_read_only_server("--db", str(path), DASH_READ_ONLY="1")
     assert found["best"]["config"]["schedule"] == "shortest_first"
 

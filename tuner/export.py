@@ -13,7 +13,7 @@ import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from datetime import datetime
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,19 +55,28 @@ FORMULA_STARTS = ("=", "+", "-", "@", "\t", "\r")
 
 
 def lookup_table(
-    store: Store, gpu: str, release: str = "draft", *, until_id: int | None = None
+    store: Store,
+    gpu: str,
+    release: str = "draft",
+    *,
+    until_id: int | None = None,
+    cells: Sequence[Cell] | None = None,
 ) -> dict[str, Any]:
     """The winners of ``gpu`` as the dispatcher's lookup table, named ``release``, with its digest.
 
-    Environment and policy are those of the newest winner. Raises StoreError where nothing was measured.
+    ``cells`` are its winners where the caller has them already. Environment and policy are those of the newest winner.
+    Raises StoreError where nothing was measured.
     """
-    cells = store.winners(gpu, until_id=until_id)
+    if cells is None:
+        cells = store.winners(gpu, until_id=until_id)
     if not cells:
         raise StoreError(
             f"no measured winner for {gpu} in {store.where}; run dash-tune --gpu {gpu} first"
         )
+    from tuner.results.newest import runs_by_id
+
     newest = max((winner.row for cell in cells for winner in _standings(cell)), key=age)
-    run = next(run for run in store.runs(gpu) if run.id == newest.run_id)
+    (run,) = runs_by_id(store, [newest.run_id])
     older = sum(cell.sweep != run.sweep for cell in cells)
     if older:
         log.warning(
@@ -94,20 +103,44 @@ def table_json(table: Mapping[str, Any]) -> str:
     return LookupTable.from_dict(dict(table)).to_json()
 
 
-def freeze(store: Store, gpu: str, notes: str = "", name: str | None = None) -> Release:
-    """Make the winners of now a release: numbered, immutable, named ``<gpu>-<date>`` where no name is given."""
-    last = store.last_result_id()
-    taken = {release.name for release in store.releases(gpu)}
+def freeze(
+    store: Store,
+    gpu: str,
+    notes: str = "",
+    name: str | None = None,
+    *,
+    cells: Sequence[Cell] | None = None,
+    until_id: int | None = None,
+) -> Release:
+    """Make the winners of now a release: numbered, immutable, named ``<gpu>-<date>`` where no name is given.
+
+    ``cells`` are the winners as of row ``until_id``, where the caller has them already. The release is newer than every
+    one there is, also where the clock went backwards since.
+    """
+    last = store.last_result_id() if until_id is None else until_id
+    if cells is None:
+        cells = store.winners(gpu, until_id=last)
+    there = store.releases(gpu)
+    taken = {release.name for release in there}
+    times = [release.created_at for release in there if release.created_at]
+    now = max(utc_now(), max(times) + timedelta(microseconds=1)) if times else utc_now()
     if name is None:
         day = f"{gpu}-{utc_now():%Y-%m-%d}"
         name = next(
             n for n in (day, *(f"{day}.{i}" for i in range(2, len(taken) + 3))) if n not in taken
         )
-    table = lookup_table(store, gpu, name, until_id=last)
-    best = [winner.to_dict() for winner in overall(store.winners(gpu, until_id=last))]
+    table = lookup_table(store, gpu, name, cells=cells)
+    best = [winner.to_dict() for winner in overall(cells)]
     return store.add_release(
         Release(
-            gpu, name, table["digest"], table_json(table), notes, overall=best, last_result_id=last
+            gpu,
+            name,
+            table["digest"],
+            table_json(table),
+            notes,
+            overall=best,
+            last_result_id=last,
+            created_at=now,
         )
     )
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from dash_kernels.lookup import TABLES, LookupTable, TableError
 from dashboard.figures import by_kind
 from dashboard.filters import PLAIN, Filters
 from dashboard.points import Point
+from server.caching import LIVE, Body, headers_of, matches, takes_gzip
 from server.deps import Answers, Context, StrictJson
 from server.errors import ApiError, invalid
+from server.ladder import climb
 from server.models import BestAnswer, Curves, Problem
-from server.params import BestQuery, CurvesQuery, GpuQuery
-from tuner.results.queries import NotMeasured, Question, best
+from server.params import BestQuery, CurvesQuery, TableQuery
+from tuner.results.queries import Question
 
 FAILURES: dict[int | str, dict[str, Any]] = {
     404: {"model": Problem, "description": "Nothing is measured for this; `detail` says what is."},
@@ -24,54 +28,50 @@ FAILURES: dict[int | str, dict[str, Any]] = {
     },
     503: {"model": Problem, "description": "The database does not answer; see Retry-After."},
 }
+UNCHANGED: dict[int | str, dict[str, Any]] = {
+    304: {"description": "Unchanged since If-None-Match."}
+}
 
 
 def create(context: Context) -> APIRouter:
     router = APIRouter(tags=["lookup"])
     answers = Answers()
 
-    @router.get("/best", response_model=BestAnswer, responses=FAILURES)
-    def get_best(request: Request, query: Annotated[BestQuery, Query()]) -> Response:
+    @router.get("/best", response_model=BestAnswer, responses={**FAILURES, **UNCHANGED})
+    async def get_best(request: Request, query: Annotated[BestQuery, Query()]) -> Response:
         """The fastest configuration for a mask and head_dim, over all measured lengths and at each of them.
 
         `best` has the highest geometric mean over the measured lengths; with `seq_len`, it is the winner at that
-        length or at the nearest. Everything but lengths, batch and heads must match exactly.
+        length or at the nearest. Everything but lengths, batch and heads must match exactly; `ladder` says which rung
+        answered and why those above it did not. The newest release of the GPU answers; a draft only who asks for it.
         """
-        if query.dim is None:
-            raise invalid("head_dim", "head_dim is missing; give head_dim or d")
-        if query.heads_kv is not None:
-            if query.heads is None:
-                raise invalid("heads_kv", "heads_kv needs heads: their ratio is the head group")
-            if query.heads % query.heads_kv:
-                raise invalid(
-                    "heads_kv",
-                    f"heads ({query.heads}) is not a multiple of heads_kv ({query.heads_kv})",
-                )
-        head_dim = query.dim
+        key = request.scope["query_string"]
+        state = context.fresh.peek()
+        if state is None:
+            state = await run_in_threadpool(context.fresh.now)
+        body = answers.peek(state, key)
+        if body is None:
+            question, allowed = _question(context, query), _allowed(query)
 
-        def compute() -> dict[str, Any]:
-            try:
-                return best(context.store, _question(query, context.gpu(query.gpu), head_dim))
-            except NotMeasured as error:
-                raise ApiError(404, str(error)) from None
+            def compute() -> dict[str, Any]:
+                return climb(context, question(), **allowed)
 
-        body = answers.get(context.store.state(), request.url.query, compute)
-        return Response(body, media_type="application/json", headers={"Cache-Control": "no-cache"})
+            body = await run_in_threadpool(answers.get, state, key, compute)
+        return _send(request, body)
 
-    @router.get(
-        "/table", responses={**FAILURES, 304: {"description": "Unchanged since If-None-Match."}}
-    )
-    def get_table(request: Request, query: Annotated[GpuQuery, Query()]) -> Response:
-        """The lookup table that the dispatcher loads: the newest release of the GPU, else the one shipped for it."""
+    @router.get("/table", responses={**FAILURES, **UNCHANGED})
+    def get_table(request: Request, query: Annotated[TableQuery, Query()]) -> Response:
+        """The lookup table that the dispatcher loads: the newest release of the GPU, or the one named; else the shipped one."""
         gpu = context.gpu(query.gpu)
-        release = context.store.get_release(gpu=gpu)
-        if release is not None:
-            text, digest = release.table, release.digest
-        else:
+        release = context.release(gpu, query.release)
+        if release is None:
             text, digest = _shipped(gpu)
-        return table_response(request, text, digest, "no-cache")
+            return table_response(text, digest, LIVE)
+        answer = table_response(release.table, release.digest, LIVE)
+        answer.headers["Content-Location"] = f"releases/{release.id}/table.json"
+        return answer
 
-    @router.get("/curves", response_model=Curves, responses=FAILURES)
+    @router.get("/curves", response_model=Curves, responses={**FAILURES, **UNCHANGED})
     def get_curves(query: Annotated[CurvesQuery, Query()]) -> StrictJson:
         """Speed-up over ascending order by seq_len, one series a schedule: its fastest configuration at each."""
         if query.dim is None:
@@ -103,15 +103,32 @@ def create(context: Context) -> APIRouter:
             "matmul_tflops": snapshot.ceiling,
             "series": _series(points),
         }
-        return StrictJson(body, headers={"Cache-Control": "no-cache"})
+        return StrictJson(body)
 
     return router
 
 
-def _question(query: BestQuery, gpu: str, head_dim: int) -> Question:
-    return Question(
-        gpu=gpu,
-        mask=query.mask,
+def _question(context: Context, query: BestQuery) -> Callable[[], Question]:
+    """Checks what the parameters say together; answers what makes the question, which may ask the database."""
+    head_dim = query.dim
+    if head_dim is None:
+        raise invalid("head_dim", "head_dim is missing; give head_dim or d")
+    if query.heads_kv is not None:
+        if query.heads is None:
+            raise invalid("heads_kv", "heads_kv needs heads: their ratio is the head group")
+        if query.heads % query.heads_kv:
+            raise invalid(
+                "heads_kv",
+                f"heads ({query.heads}) is not a multiple of heads_kv ({query.heads_kv})",
+            )
+    mask, right = query.mask, query.window_right
+    if mask == "full" and right == 0:  # a Problem takes a left window with right 0 as causal
+        if query.window_left < 0:
+            raise invalid("window_right", "window_right is 0 with mask full: ask for mask causal")
+        mask = "causal"
+    return lambda: Question(
+        gpu=context.gpu(query.gpu),
+        mask=mask,
         head_dim=head_dim,
         dtype=query.dtype,
         seq_len=query.length,
@@ -119,9 +136,29 @@ def _question(query: BestQuery, gpu: str, head_dim: int) -> Question:
         heads=query.heads,
         heads_kv=query.heads_kv,
         direction=query.direction,
+        window_left=query.window_left,
+        window_right=-1 if mask == "causal" else right,
+        head_dim_v=query.head_dim_v or 0,
+        softcap=query.softcap,
+        varlen=query.varlen,
         source=query.source,
         release=query.release,
     )
+
+
+def _allowed(query: BestQuery) -> dict[str, Any]:
+    names = ("triton", "allow_family", "allow_compiler", "allow_default")
+    return {name: getattr(query, name) for name in names}
+
+
+def _send(request: Request, body: Body) -> Response:
+    """A held answer as it is: its tag and its packed bytes were made once."""
+    packed = body.packed if takes_gzip(request.headers.get("accept-encoding", "")) else None
+    headers = headers_of(body, packed is not None, LIVE)
+    if matches(request.headers.get("if-none-match", ""), body.tag):
+        return Response(status_code=304, headers=headers)
+    content = body.plain if packed is None else packed
+    return Response(content, media_type=body.media_type, headers=headers)
 
 
 def _series(points: list[Point]) -> list[dict[str, Any]]:
@@ -149,13 +186,7 @@ def _shipped(gpu: str) -> tuple[str, str]:
         ) from None
 
 
-def table_response(request: Request, text: str, digest: str, cache: str) -> Response:
-    """The table's bytes under its digest as a strong ETag, or 304 for a client that has them."""
-    tag = f'"{digest}"'
-    headers = {"ETag": tag, "Cache-Control": cache}
-    asked = request.headers.get("if-none-match", "")
-    if asked.strip() == "*" or tag in [
-        part.strip().removeprefix("W/") for part in asked.split(",")
-    ]:
-        return Response(status_code=304, headers=headers)
+def table_response(text: str, digest: str, cache: str) -> Response:
+    """The table's bytes under its digest as their tag."""
+    headers = {"ETag": f'"{digest}"', "Cache-Control": cache}
     return Response(text, media_type="application/json", headers=headers)

@@ -1,87 +1,188 @@
-"""/releases: frozen lookup tables, numbered and immutable."""
+"""/releases: frozen lookup tables, numbered and immutable, and what changes from one to the next."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Path, Query, Response
 
+from dash_kernels.lookup import LookupTable
+from dash_kernels.table_diff import diff
+from server.caching import FOREVER
 from server.deps import Context, StrictJson
 from server.errors import ApiError, invalid
-from server.models import Problem, ReleaseBody, ReleaseInfo
-from server.params import LARGEST_ID, GpuQuery, NoQuery
-from server.routers.best import table_response
+from server.models import Problem, ReleaseBody, ReleaseDiff, ReleaseInfo
+from server.params import LARGEST_ID, DiffQuery, GpuQuery, NoQuery
+from server.routers.best import FAILURES, UNCHANGED, table_response
 from server.routers.results import WRITE_FAILURES
 from server.security import writer
-from tuner.export import freeze
+from tuner.export import freeze, lookup_table
+from tuner.results.queries import DRAFT
 from tuner.results.rows import Release, StoreError, StoreUnavailable
 
-FOREVER = "public, max-age=31536000, immutable"
+Number = Annotated[int, Path(ge=1, le=LARGEST_ID, description="The release's number.")]
 
 
 def create(context: Context) -> APIRouter:
     router = APIRouter(tags=["releases"])
 
-    @router.get("/releases", response_model=list[ReleaseInfo], responses={422: {"model": Problem}})
+    @router.get(
+        "/releases",
+        response_model=list[ReleaseInfo],
+        responses={**UNCHANGED, 422: {"model": Problem}},
+    )
     def get_releases(query: Annotated[GpuQuery, Query()]) -> StrictJson:
-        """Every release, newest first."""
+        """Every release, newest first, each with what it changed against the one before it."""
         gpu = context.gpu(query.gpu) if query.gpu is not None else None
-        return StrictJson([_info(release) for release in context.store.releases(gpu)])
+        return StrictJson(_listed(context, context.store.releases(gpu)))
 
     @router.post(
         "/releases",
         response_model=ReleaseInfo,
         status_code=201,
         responses={**WRITE_FAILURES, 409: {"model": Problem, "description": "The name is taken."}},
-        dependencies=[Depends(writer(context.settings, context.store.read_only))],
+        dependencies=[Depends(writer(context.tokens, context.store.read_only))],
     )
     def post_release(body: ReleaseBody) -> StrictJson:
-        """Freeze the winners of a GPU as they are now. What is frozen never changes."""
+        """Freeze the winners of a GPU as they are now. What is frozen never changes.
+
+        To go back to an older release, name its number (`release=3`, or the address of its table), or pin the server
+        to it with DASH_SERVE_RELEASE.
+        """
         gpu = context.gpu(body.gpu)
-        if not context.snapshots.of(gpu).cells:
+        snapshot = context.snapshots.of(gpu)
+        if not snapshot.cells:
             raise invalid(
                 "gpu", f"{gpu} has no measured winner to freeze; run dash-tune --gpu {gpu} first"
             )
+        if body.name is not None and body.name == DRAFT:
+            raise invalid("name", "name 'draft' means the rows as they are now; choose another")
         try:
-            release = freeze(context.store, gpu, body.notes, body.name)
+            release = freeze(
+                context.store,
+                gpu,
+                body.notes,
+                body.name,
+                cells=snapshot.cells,
+                until_id=snapshot.last_id,
+            )
         except StoreUnavailable:
             raise
         except StoreError as error:
+            if "exists" not in str(error):
+                raise
             raise ApiError(409, str(error), parameter="name") from None
-        return StrictJson(
-            _info(release), 201, headers={"Location": f"releases/{release.id}/table.json"}
+        finally:
+            context.fresh.expire()
+        (made,) = (
+            r for r in _listed(context, context.store.releases(gpu)) if r["id"] == release.id
         )
+        return StrictJson(made, 201, headers={"Location": f"releases/{release.id}"})
+
+    @router.get("/releases/diff", response_model=ReleaseDiff, responses={**FAILURES, **UNCHANGED})
+    def get_diff(query: Annotated[DiffQuery, Query()]) -> StrictJson:
+        """What changes from `old` to `new`: which cells run another config, by how much, and which change bits.
+
+        By default: what a release of the rows as they are now would change.
+        """
+        gpu = context.gpu(query.gpu)
+        known = context.store.releases(gpu)
+        if query.new == DRAFT:
+            newer: Release | None = None
+            before = known[0] if known else None
+            snapshot = context.snapshots.of(gpu)
+            if not snapshot.cells:
+                raise ApiError(404, f"{gpu} has no measured winner; there is nothing to compare")
+            table = LookupTable.from_dict(lookup_table(context.store, gpu, cells=snapshot.cells))
+        else:
+            newer = context.release(gpu, query.new)
+            assert newer is not None
+            before = _before(known, newer)
+            table = LookupTable.from_dict(newer.to_dict())
+        older = context.release(gpu, query.old) if query.old is not None else before
+        found = diff(_table(older, table), table)
+        body = {
+            "gpu": gpu,
+            "old": _side(older) if older else None,
+            "new": _side(newer) if newer else {"id": None, "name": DRAFT, "digest": table.digest},
+            "summary": found.summary(),
+            **found.to_dict(),
+        }
+        return StrictJson(body)
 
     @router.get(
-        "/releases/{release_id}/table.json",
-        responses={
-            304: {"description": "Unchanged."},
-            404: {"model": Problem},
-            422: {"model": Problem},
-        },
+        "/releases/{release_id}", response_model=ReleaseInfo, responses={**FAILURES, **UNCHANGED}
     )
-    def get_release_table(
-        request: Request,
-        release_id: Annotated[int, Path(ge=1, le=LARGEST_ID)],
-        _: Annotated[NoQuery, Query()],
-    ) -> Response:
+    def get_release(release_id: Number, _: Annotated[NoQuery, Query()]) -> StrictJson:
+        """One release: its digest, its notes, and what it changed against the one before it."""
+        release = _found(context, release_id)
+        listed = _listed(context, context.store.releases(release.gpu))
+        return StrictJson(next(info for info in listed if info["id"] == release_id))
+
+    @router.get("/releases/{release_id}/table.json", responses={**FAILURES, **UNCHANGED})
+    def get_release_table(release_id: Number, _: Annotated[NoQuery, Query()]) -> Response:
         """The lookup table of a release, byte for byte the same for ever."""
-        release = context.store.get_release(release_id)
-        if release is None:
-            raise ApiError(404, f"there is no release {release_id}; GET /releases lists them")
-        return table_response(request, release.table, release.digest, FOREVER)
+        release = _found(context, release_id)
+        return table_response(release.table, release.digest, FOREVER)
 
     return router
 
 
-def _info(release: Release) -> dict[str, Any]:
+def _found(context: Context, number: int) -> Release:
+    release = context.store.get_release(number)
+    if release is None:
+        raise ApiError(404, f"there is no release {number}; GET /releases lists them")
+    return release
+
+
+def _before(known: list[Release], release: Release) -> Release | None:
+    """The release of the same GPU before this one, in the order in which they answered."""
+    place = [other.id for other in known].index(release.id)
+    return known[place + 1] if place + 1 < len(known) else None
+
+
+def _table(release: Release | None, other: LookupTable) -> LookupTable:
+    if release is not None:
+        return LookupTable.from_dict(release.to_dict())
+    return LookupTable(other.gpu, "", "", ())
+
+
+def _side(release: Release) -> dict[str, Any]:
+    return {"id": release.id, "name": release.name, "digest": release.digest}
+
+
+def _listed(context: Context, releases: list[Release]) -> list[dict[str, Any]]:
+    answers = []
+    served: dict[str, int | None] = {}
+    for release in releases:
+        if release.gpu not in served:
+            answering = context.release(release.gpu)
+            served[release.gpu] = answering.id if answering else None
+        older = _before([r for r in releases if r.gpu == release.gpu], release)
+        answers.append(_info(context, release, older, release.id == served[release.gpu]))
+    return answers
+
+
+def _info(
+    context: Context, release: Release, older: Release | None, served: bool
+) -> dict[str, Any]:
+    def compare() -> tuple[int, str | None]:
+        table = LookupTable.from_dict(release.to_dict())
+        changes = None if older is None else diff(_table(older, table), table).summary()
+        return len(table.cells), changes
+
+    # Both are immutable: what changed between them is worked out once.
+    key = ("changes", release.digest, older.digest if older else None)
+    cells, changes = context.store.remember(key, compare)
     return {
         "id": release.id,
         "gpu": release.gpu,
         "name": release.name,
         "digest": release.digest,
         "notes": release.notes,
-        "cells": len(release.to_dict()["cells"]),
+        "cells": cells,
         "created_at": release.created_at,
+        "served": served,
+        "changes": changes,
         "table": f"releases/{release.id}/table.json",
     }

@@ -16,7 +16,8 @@ from server.models import Page, Problem, ResultsBody, RowBody, Stored
 from server.params import ResultsQuery
 from server.security import writer
 from tuner.export import rows_csv, rows_parquet
-from tuner.results.rows import ResultFilter, ResultRow, RunInfo, StoreError, StoreUnavailable
+from tuner.results.newest import gpu_of_run, runs_by_id
+from tuner.results.rows import ResultFilter, ResultRow, RunInfo
 
 WRITE_FAILURES: dict[int | str, dict[str, Any]] = {
     401: {"model": Problem, "description": "The token is missing or wrong."},
@@ -37,6 +38,7 @@ def create(context: Context) -> APIRouter:
         responses={
             200: {"content": {"text/csv": {}, "application/vnd.apache.parquet": {}}},
             422: {"model": Problem},
+            304: {"description": "Unchanged since If-None-Match."},
             503: {"model": Problem},
         },
     )
@@ -50,17 +52,17 @@ def create(context: Context) -> APIRouter:
         more = len(rows) > query.limit
         rows = rows[: query.limit]
         cursor = rows[-1].id if more else None
-        headers = {"Cache-Control": "no-cache"}
+        headers = {}
         if cursor is not None:
             following = request.url.include_query_params(cursor=cursor)
             headers["Link"] = f'<?{following.query}>; rel="next"'
         if query.format == "csv":
             headers["Content-Disposition"] = 'attachment; filename="results.csv"'
-            text = rows_csv(rows, context.store.runs(query.gpu) if rows else ())
+            text = rows_csv(rows, runs_by_id(context.store, [row.run_id for row in rows]))
             return Response(text, media_type="text/csv", headers=headers)
         if query.format == "parquet":
             headers["Content-Disposition"] = 'attachment; filename="results.parquet"'
-            data = rows_parquet(rows, context.store.runs(query.gpu) if rows else ())
+            data = rows_parquet(rows, runs_by_id(context.store, [row.run_id for row in rows]))
             return Response(data, media_type="application/vnd.apache.parquet", headers=headers)
         body = {"results": [row.to_dict() for row in rows], "next_cursor": cursor}
         return StrictJson(body, headers=headers)
@@ -70,12 +72,15 @@ def create(context: Context) -> APIRouter:
         response_model=Stored,
         status_code=201,
         responses=WRITE_FAILURES,
-        dependencies=[Depends(writer(context.settings, context.store.read_only))],
+        dependencies=[Depends(writer(context.tokens, context.store.read_only))],
     )
     def post_results(body: ResultsBody) -> StrictJson:
         """Add the rows of one run. A configuration that the run holds already keeps its row."""
         rows = [_row(index, item, body) for index, item in enumerate(body.results)]
         run = body.run
+        known = gpu_of_run(context.store, run.uuid) if run.uuid else None
+        if known is not None and known != run.gpu:
+            raise invalid("run.gpu", f"run {run.uuid} is of {known}, not of {run.gpu}")
         info = RunInfo(
             gpu=run.gpu,
             environment=run.environment,
@@ -89,10 +94,8 @@ def create(context: Context) -> APIRouter:
         try:
             run_id = context.store.start_run(info)
             ids = context.store.add_many(run_id, rows)
-        except StoreUnavailable:
-            raise
-        except StoreError as error:
-            raise invalid("results", str(error)) from None
+        finally:
+            context.fresh.expire()
         return StrictJson({"run_id": run_id, "ids": ids}, 201)
 
     return router

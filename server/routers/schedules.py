@@ -8,6 +8,7 @@ from fastapi import APIRouter, Path, Query
 
 from dash_kernels.critical_path import DeadlockError, simulate
 from dash_kernels.schedules import SCHEDULES, Launch, ScheduleError, TileGrid, build, check
+from server.caching import HOUR
 from server.deps import StrictJson
 from server.errors import ApiError, invalid
 from server.models import Kind, Problem
@@ -33,7 +34,8 @@ def create() -> APIRouter:
                     "launch_order": kind.default_launch.order,
                 }
                 for kind in SCHEDULES.values()
-            ]
+            ],
+            headers={"Cache-Control": HOUR},
         )
 
     @router.get("/schedules/{name}", responses={404: {"model": Problem}, 422: {"model": Problem}})
@@ -59,7 +61,7 @@ def create() -> APIRouter:
                 f"{grid.num_m} x {grid.num_n} tiles x {query.heads} heads are more than the {MAX_STEPS} one answer "
                 "simulates; use a shorter seq_len, larger blocks or fewer heads",
             )
-        return StrictJson(_describe(name, grid, query))
+        return StrictJson(_describe(name, grid, query), headers={"Cache-Control": HOUR})
 
     return router
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CONTENT_TYPE_LATEST
 
 from dash_kernels import __version__
 from dash_kernels.device import GPUS
+from server.caching import NEVER
 from server.deps import Context, StrictJson
+from server.metrics import Metrics
 from server.models import Gpu, Health, Problem
 from server.params import NoQuery
-from tuner.results.rows import ResultFilter
 
 
-def create(context: Context, registry: CollectorRegistry) -> APIRouter:
+def create(context: Context, metrics: Metrics) -> APIRouter:
     router = APIRouter(tags=["service"])
 
     @router.get(
@@ -26,7 +27,10 @@ def create(context: Context, registry: CollectorRegistry) -> APIRouter:
     def get_gpus(_: Annotated[NoQuery, Query()]) -> StrictJson:
         """GPUs that the package knows or the database has rows of."""
         releases = {release.gpu: release.name for release in reversed(context.store.releases())}
-        stored = context.store.gpus()
+        rows: dict[str, int] = {}
+        for (gpu, *_kind), number in context.snapshots.counts().items():
+            rows[gpu] = rows.get(gpu, 0) + number
+        stored = sorted(rows)
         answer = []
         for name in [*stored, *(name for name in GPUS if name not in stored)]:
             spec = GPUS.get(name)
@@ -38,7 +42,7 @@ def create(context: Context, registry: CollectorRegistry) -> APIRouter:
                     "sms": spec.sms if spec else None,
                     "peak_tflops": spec.peak_tflops if spec else None,
                     "family": spec.family if spec else None,
-                    "rows": context.store.count(ResultFilter(gpu=name)) if name in stored else 0,
+                    "rows": rows.get(name, 0),
                     "release": releases.get(name),
                 }
             )
@@ -57,13 +61,14 @@ def create(context: Context, registry: CollectorRegistry) -> APIRouter:
             "schema_version": context.store.schema_version(),
             "version": __version__,
         }
-        return StrictJson(body, headers={"Cache-Control": "no-store"})
+        return StrictJson(body, headers={"Cache-Control": NEVER})
 
     @router.get(
         "/metrics", responses={200: {"content": {"text/plain": {}}}, 422: {"model": Problem}}
     )
     def get_metrics(_: Annotated[NoQuery, Query()]) -> Response:
-        """Prometheus metrics of this process."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+        """Prometheus metrics of this server, all its workers together."""
+        headers = {"Cache-Control": NEVER}
+        return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST, headers=headers)
 
     return router

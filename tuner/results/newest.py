@@ -86,6 +86,13 @@ def recent_runs(store: Store, gpu: str, source: str, limit: int) -> list[RunInfo
         return [RunInfo(**row._mapping) for row in connection.execute(query.limit(limit))]
 
 
+def gpu_of_run(store: Store, uuid: str) -> str | None:
+    """The GPU of the run of this uuid, None where there is no such run."""
+    with store.reading() as connection:
+        found: str | None = connection.scalar(select(Run.gpu).where(Run.uuid == uuid))
+    return found
+
+
 def runs_by_id(store: Store, ids: Collection[int | None]) -> list[RunInfo]:
     """The runs of these ids."""
     wanted = sorted({number for number in ids if number is not None})

@@ -259,6 +259,10 @@ class Store:
                 self._remembered[key] = value
             return cast(T, self._remembered[key])
 
+    def forget(self) -> None:
+        """Drop what was remembered: another database stands where this one was."""
+        self._remembered = {}
+
     def candidates(
         self,
         gpu: str,

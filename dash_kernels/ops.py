@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from dash_kernels import checks
 from dash_kernels.execute import Options, encode_config, lse_shape, run_backward, run_forward
@@ -62,8 +63,8 @@ def attention(
 
     Raises TypeError or ValueError naming the argument, RuntimeError for a second derivative.
     """
-    device_type = q.device.type if isinstance(q, Tensor) else "cpu"
-    if torch.is_autocast_enabled(device_type):
+    device_type = q.device.type if isinstance(q, Tensor) else ""
+    if device_type in ("cuda", "cpu") and torch.is_autocast_enabled(device_type):
         q, k, v = (_autocast(x, device_type) for x in (q, k, v))
     packed = cu_seqlens_q is not None or cu_seqlens_k is not None
     checks.check_tensors(q, k, v, packed)
@@ -86,8 +87,14 @@ def attention(
         causal, left, right, scale, softcap, *encode_config(config), deterministic, allow_resident, sm_margin,
     )  # fmt: skip
     tensors = q, k, v, sink, cu_seqlens_q, cu_seqlens_k
+    if forward_ad._current_level >= 0:
+        _refuse_forward_mode(*tensors)
     if not _is_plain(*tensors):
-        out, lse = torch.ops.dash.attention(*tensors, *options)
+        transformed = (
+            not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
+        )
+        run = _Transformed.apply if transformed else torch.ops.dash.attention
+        out, lse = run(*tensors, *options)
     elif torch.is_grad_enabled() and (
         q.requires_grad or k.requires_grad or v.requires_grad or (sink is not None and sink.requires_grad)
     ):  # fmt: skip
@@ -114,6 +121,13 @@ def _is_plain(*tensors: Tensor | None) -> bool:
     )
 
 
+def _refuse_forward_mode(*tensors: Tensor | None) -> None:
+    if any(x is not None and forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError(
+            "attention has no forward-mode derivative (jvp, jacfwd): use reverse mode"
+        )
+
+
 class _Attention(torch.autograd.Function):  # type: ignore[misc]
     """What eager calls run; the same as the ops with their autograd formula."""
 
@@ -135,6 +149,41 @@ class _Attention(torch.autograd.Function):  # type: ignore[misc]
             _refuse_double_backward()
         grads = run_backward(ctx.options, dout, dlse, *ctx.saved_tensors)
         return *_needed(grads, ctx.needs_input_grad), None, None, None
+
+
+class _Transformed(torch.autograd.Function):  # type: ignore[misc]
+    """The op under torch.func's transforms, which want a function written for them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, Tensor]:
+        out, lse = torch.ops.dash.attention(*arguments)
+        return out, lse
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        _save(ctx, inputs, output)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        return _gradients_of(ctx, dout, dlse, _TransformedBackward.apply)
+
+
+class _TransformedBackward(torch.autograd.Function):  # type: ignore[misc]
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*arguments: Any) -> tuple[Tensor, ...]:
+        return tuple(torch.ops.dash.attention_backward(*arguments))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        """Nothing to keep: there is no second derivative."""
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        _refuse_double_backward()
 
 
 def _needed(grads: Any, needs: Any) -> list[Tensor | None]:
@@ -188,11 +237,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    if torch.is_grad_enabled() and not torch._C._are_functorch_transforms_active():
+    if torch.is_grad_enabled():
         _refuse_double_backward()
+    return _gradients_of(ctx, dout, dlse, torch.ops.dash.attention_backward)
+
+
+def _gradients_of(
+    ctx: Any, dout: Tensor | None, dlse: Tensor | None, run: Any
+) -> tuple[Tensor | None, ...]:
     if dout is None:
         dout = torch.zeros_like(ctx.saved_tensors[6])
-    grads = torch.ops.dash.attention_backward(dout, dlse, *ctx.saved_tensors, *ctx.options)
+    grads = run(dout, dlse, *ctx.saved_tensors, *ctx.options)
     return *_needed(grads, ctx.needs_input_grad), None, None, *(None for _ in ctx.options)
 
 

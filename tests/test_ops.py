@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import threading
 import warnings
 from typing import Any
 
@@ -157,16 +159,25 @@ def test_checkpoint_gives_equal_bits(use_reentrant: bool) -> None:
         assert_bits_equal(x.grad, grad, name)
 
 
-def test_opcheck_passes() -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_opcheck_passes(packed: bool) -> None:
     dout, q, k, v = inputs(seq_len=9)
-    options = (0, 0, True, -1, -1, 0.2, 0.0, "", [], True, False, 0)
-    torch.library.opcheck(torch.ops.dash.attention.default, (q, k, v, None, None, None, *options))
-    out, lse = torch.ops.dash.attention(q, k, v, None, None, None, *options)
+    sink: torch.Tensor | None = None
+    starts: tuple[torch.Tensor | None, ...] = (None, None)
+    options: tuple[Any, ...] = (0, 0, True, -1, -1, 0.2, 0.0, "", [], True, False, 0)
+    if packed:
+        dout, q, k, v = (x[0].detach().requires_grad_() for x in (dout, q, k, v))
+        sink = torch.randn(4, requires_grad=True)
+        starts = (torch.tensor([0, 4, 9], dtype=torch.int32),) * 2
+        options = (5, 5, False, 3, 2, 0.2, 2.0, *encode_config(Config()), True, False, 0)
+    torch.library.opcheck(torch.ops.dash.attention.default, (q, k, v, sink, *starts, *options))
+    out, lse = torch.ops.dash.attention(q, k, v, sink, *starts, *options)
     dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
+    sink = None if sink is None else sink.detach()
     torch.library.opcheck(
         torch.ops.dash.attention_backward.default,
-        (dout, None, q, k, v, None, None, None, out, lse, *options),
-    )
+        (dout, torch.randn_like(lse) if packed else None, q, k, v, sink, *starts, out, lse, *options),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("config", [None, Config(schedule="ascending", launch_order="ascending")])
@@ -187,6 +198,117 @@ def test_one_compiled_graph_serves_every_length(config: Config | None) -> None:
             assert_bits_equal(mine, eager)
         compiled_at_first = compiled_at_first or counter.frame_count
     assert counter.frame_count == compiled_at_first
+
+
+def test_functorch_transforms_give_the_gradients_of_autograd() -> None:
+    _, q, k, v = inputs(seq_len=9)
+
+    def loss(*qkv: torch.Tensor) -> torch.Tensor:
+        return attention(*qkv, causal=True).float().sum()
+
+    expected = torch.autograd.grad(loss(q, k, v), (q, k, v))
+    q, k, v = (x.detach() for x in (q, k, v))
+    for mine, theirs in zip(torch.func.grad(loss, (0, 1, 2))(q, k, v), expected, strict=True):
+        assert_bits_equal(mine, theirs)
+    stacked = [torch.stack([x, x * 2]) for x in (q, k, v)]
+    by_vmap = torch.vmap(torch.func.grad(loss))(*stacked)
+    for sample, grad in enumerate(by_vmap):
+        assert_bits_equal(grad, torch.func.grad(loss)(*(x[sample] for x in stacked)))
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.func.grad(lambda x: torch.func.grad(loss)(x, k, v).float().sum())(q)
+
+
+def test_forward_mode_is_refused_by_name() -> None:
+    _, q, k, v = (x.detach() for x in inputs(seq_len=9))
+    with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        torch.func.jvp(lambda x: attention(x, k, v), (q,), (q,))
+
+
+def test_autocast_casts_as_scaled_dot_product_attention_does() -> None:
+    _, q, k, v = (x.detach() for x in inputs(seq_len=9))
+    wide = [x.float().requires_grad_() for x in (q, k, v)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attention(*wide, causal=True)
+        theirs = torch.nn.functional.scaled_dot_product_attention(wide[0], wide[1], wide[2])
+        with pytest.raises(TypeError, match="q is torch.float64"):
+            attention(q.double(), k, v)
+    assert out.dtype == theirs.dtype == torch.bfloat16
+    assert_bits_equal(out, attention(q, k, v, causal=True))
+    out.sum().backward()
+    assert all(x.grad.dtype == torch.float32 for x in wide)
+
+
+def test_selective_checkpointing_and_fake_tensors_see_the_op() -> None:
+    from torch._subclasses import FakeTensorMode
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    dout, q, k, v = inputs(seq_len=9)
+    plain = gradients(dout, q, k, v, causal=True)
+    asked = []
+
+    def policy(_: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        asked.append(op)
+        return CheckpointPolicy.MUST_SAVE
+
+    out = checkpoint(
+        lambda *qkv: attention(*qkv, causal=True),
+        *(q, k, v),
+        use_reentrant=False,
+        context_fn=lambda: create_selective_checkpoint_contexts(policy),
+    )
+    for mine, theirs in zip(torch.autograd.grad(out, (q, k, v), dout), plain, strict=True):
+        assert_bits_equal(mine, theirs)
+    assert asked[0] == torch.ops.dash.attention.default
+    with FakeTensorMode():
+        fake = torch.empty(2, 9, 4, 32, dtype=torch.float16, device="cuda")
+        narrow = torch.empty(2, 9, 4, 16, dtype=torch.float16, device="cuda")
+        out, lse = attention(fake, fake, narrow, return_lse=True)
+    assert (out.shape, out.device.type, lse.shape) == ((2, 9, 4, 16), "cuda", (2, 4, 9))
+    out, lse = attention(*(x.detach().to("meta") for x in (q, k, v)), return_lse=True)
+    assert (out.shape, lse.dtype, lse.is_meta) == (q.shape, torch.float32, True)
+
+
+def test_every_option_survives_compilation() -> None:
+    torch._dynamo.reset()
+    options = {"window_size": (4, 0), "softcap": 3.0, "return_lse": True}
+    compiled = torch.compile(
+        lambda q, k, v, sink, starts: attention(
+            q, k, v, sink=sink, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=9, max_seqlen_k=9, **options
+        ),
+        fullgraph=True, dynamic=True, backend="aot_eager",
+    )  # fmt: skip
+    for lengths in ((3, 0, 6), (9, 4, 2)):
+        starts = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        _, q, k, v = (x[0].detach().requires_grad_() for x in inputs(seq_len=sum(lengths)))
+        sink = torch.randn(4, requires_grad=True)
+        results = []
+        for function in (compiled, None):
+            out, lse = (
+                function(q, k, v, sink, starts)
+                if function
+                else attention(q, k, v, sink=sink, cu_seqlens_q=starts, cu_seqlens_k=starts, max_seqlen_q=9,
+                               max_seqlen_k=9, **options)
+            )  # fmt: skip
+            results.append(torch.autograd.grad((out.float().sum(), lse.sum()), (q, k, v, sink)))
+        for mine, eager in zip(*results, strict=True):
+            assert_bits_equal(mine, eager)
+
+
+def test_a_backward_in_another_thread_gives_equal_bits() -> None:
+    dout, q, k, v = inputs(seq_len=9)
+    here = gradients(dout, q, k, v, causal=True)
+    there: list[tuple[torch.Tensor, ...]] = []
+    threads = [
+        threading.Thread(target=lambda: there.append(gradients(dout, q, k, v, causal=True)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for grads in there:
+        for mine, theirs in zip(grads, here, strict=True):
+            assert_bits_equal(mine, theirs)
 
 
 def test_a_config_survives_the_trip_through_the_op() -> None:

@@ -116,6 +116,8 @@ class FakeCompiler:
             problem, config = Problem.from_dict(task["problem"]), Config.from_dict(task["config"])
             return {"predicted": predict_ms(problem, config, resolve_gpu("h800"))}
         if task["kind"] == "prove":
+            if task["config"]["schedule"] == os.environ.get("DASH_FAKE_CYCLE"):
+                raise CandidateError("constraints", "a cycle of turns")
             return {
                 "min_resident": prove(
                     Problem.from_dict(task["problem"]), Config.from_dict(task["config"])

@@ -11,16 +11,23 @@ import time
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from fake_handlers import ENVIRONMENT
 from processes import gone_within
 
 import tuner.command
+import tuner.resume
 from tuner.command import SweepRequest, UsageError, run_sweep
 from tuner.nvml import VisibleGpu
+from tuner.plan import SweepSettings
 from tuner.results import ResultRow, Store
-from tuner.space import SpaceFilter
+from tuner.space import SpaceFilter, space
+from tuner.sweep import Sweep, items_of
 from tuner.winners import winners
+from tuner.worker import Reply
 
 GPU = VisibleGpu(0, "GPU-fake", "NVIDIA H200", (9, 0))
 SMALL = SpaceFilter(
@@ -179,13 +186,20 @@ def test_a_hang_is_a_timeout_and_leaves_no_process(
     ("action", "said"), [("exit", "illegal memory access"), ("sticky", "misaligned")]
 )
 def test_a_lost_context_is_a_runtime_failure_and_the_next_config_runs_in_a_new_process(
-    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, action: str, said: str
+    request_: SweepRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    action: str,
+    said: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     plan(monkeypatch, f"descending={action}")
     assert run_sweep(request_) == 3
     found = first_pass(request_)
     lost = [row for row in found if row.status != "ok"]
     assert {(row.schedule, row.status) for row in lost} == {("descending", "runtime")}
+    assert f"{len(lost)} failed" in capsys.readouterr().out
+    assert all(row.ms is None and row.tflops is None for row in lost), "a death is never slow"
     assert all(said in (row.error or "") for row in lost)
     assert len(found) - len(lost) > 5
     pids = {line.split()[0] for line in (tmp_path / "log").read_text().splitlines()}
@@ -229,12 +243,15 @@ def test_a_compiler_that_hangs_times_out_and_nothing_usable_is_exit_1(
 def test_what_does_not_fit_is_a_constraints_row_with_bytes_and_exit_1(
     request_: SweepRequest,
 ) -> None:
-    filters = SpaceFilter(("full",), (128,), (1024,), tiles=((128, 256),), stages=(6,))
+    filters = SpaceFilter(("full",), (256,), (1024,), tiles=((128, 256),), stages=(6,))
     only = replace(request_, filters=filters)
-    assert run_sweep(only) == 3, "the baseline and the yardstick fit"
-    refused = [row for row in rows(only) if row.status == "constraints"]
-    assert refused
-    assert all(row.error and row.tflops is None for row in refused)
+    assert run_sweep(only) == 1
+    found = rows(only)
+    assert {row.status for row in found} == {"constraints"}
+    assert all(row.error and row.tflops is None for row in found)
+    assert all((row.required_bytes or 0) > (row.limit_bytes or 0) > 0 for row in found)
+    with Store.open(only.db) as store:
+        assert store.winners("h200") == []
 
 
 def test_more_residents_than_sms_is_left_out_or_said_when_asked_for(request_: SweepRequest) -> None:
@@ -261,6 +278,77 @@ def test_a_kernel_with_more_shared_memory_than_the_chip_has_is_never_launched(
     unasked = replace(request_, filters=replace(SMALL, schedules=()), db=request_.db + ".2")
     assert run_sweep(unasked) == 0
     assert all(row.config["signal"] == "deferred" for row in rows(unasked))
+
+
+def test_a_config_whose_tables_would_deadlock_never_reaches_a_gpu(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("DASH_FAKE_CYCLE", "descending")
+    only = replace(request_, filters=replace(SMALL, schedules=("descending",)))
+    assert run_sweep(only) == 3
+    refused = [row for row in rows(only) if row.schedule == "descending"]
+    assert {(row.status, row.error) for row in refused} == {("constraints", "a cycle of turns")}
+    assert "descending" not in (tmp_path / "log").read_text()
+
+
+def test_a_resumed_sweep_with_nothing_to_do_starts_no_process_and_is_quick(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    about = {name: value for name, value in ENVIRONMENT.items() if name == "torch"}
+    monkeypatch.setattr(tuner.resume, "software", lambda: about)
+    run_sweep(request_)
+    capsys.readouterr()
+
+    def never(*_: object) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(tuner.command, "gpu_pool", never)
+    monkeypatch.setattr(tuner.command, "compile_pool", never)
+    started = time.monotonic()
+    assert run_sweep(request_) == 0
+    assert time.monotonic() - started < 5
+    assert "0 configs to do" in capsys.readouterr().out
+    monkeypatch.setattr(tuner.resume, "software", lambda: {"torch": "newer"})
+    with pytest.raises(AssertionError, match="a process was started"):
+        run_sweep(request_)
+
+
+def test_a_final_round_stays_within_the_cells_of_its_command(request_: SweepRequest) -> None:
+    """Rows of another cell that no final round has decided are no business of this command."""
+    run_sweep(request_)
+    other = replace(SMALL, masks=("full",), schedules=("ascending", "descending"))
+    with Store.open(request_.db) as store:
+        (run,) = [run for run in store.runs() if run.command == "dash-tune"]
+        first = next(row for row in store.results(limit=None) if row.schedule == "ascending")
+        again = store.start_run(replace(run, id=None, uuid="other", finished=None))
+        for row in first_pass(request_)[:2]:
+            problem = replace(row.to_problem(), seq_len=2048, seq_len_kv=2048)
+            values = {"tflops": first.tflops, "ms": 1.0, "min_resident": 1}
+            store.add(again, ResultRow.of(problem, row.to_config(), gpu="h200", **values))
+    run_sweep(replace(request_, filters=other))
+    final = [row for row in rows(request_) if (row.telemetry or {}).get("round") == "final"]
+    assert {(row.mask, row.seq_len) for row in final} == {("causal", 1024), ("full", 1024)}
+
+
+def test_the_model_puts_the_most_promising_candidate_of_a_tier_first() -> None:
+    settings = SweepSettings("h200", (9, 0), 132, model=True)
+    items = items_of(space((9, 0), replace(SMALL, schedules=())), "measured")
+    slot = SimpleNamespace(held=None)
+    pools: Any = SimpleNamespace(slots=[slot])
+    sweep = Sweep(None, settings, items, pools, pools, {}, None)  # type: ignore[arg-type]
+    done = sweep.prepared.done
+    for place, item in enumerate(items):
+        item.kernel_key = item.hash
+        done["prove", item.prove_key] = Reply(True, {"min_resident": 1})
+        done["compile", item.hash] = Reply(True, {})
+        done["predict", item.predict_key] = Reply(True, {"predicted": float(-place)})
+        if item.candidate.tier == 0:
+            item.state = "done"
+    wanted = sweep._wanted_by(slot)  # type: ignore[arg-type]
+    assert {item.candidate.tier for item in wanted} == {1}
+    times = [sweep.prepared.predicted_ms(item) for item in wanted]
+    assert times == sorted(times)
+    assert wanted != [item for item in items if item.candidate.tier == 1], "not the space's order"
 
 
 def test_a_budget_stops_in_order_and_the_same_command_finishes(
@@ -333,10 +421,15 @@ def test_an_interrupt_keeps_rows_and_children_do_not_survive(
     script = f"""
 import sys
 import tuner.command
+import tuner.resume
+from fake_handlers import ENVIRONMENT
 from tuner.command import SweepRequest, run_sweep
 from tuner.nvml import VisibleGpu
-from tuner.space import SpaceFilter
+from tuner.plan import SweepSettings
+from tuner.space import SpaceFilter, space
+from tuner.sweep import Sweep, items_of
 from tuner.winners import winners
+from tuner.worker import Reply
 tuner.command.visible_gpus = lambda: [VisibleGpu(0, "GPU-fake", "NVIDIA H200", (9, 0))]
 sys.exit(run_sweep(SweepRequest(gpu="h200", filters={SMALL!r}, db={request_.db!r}, jobs=1,
     measurer={request_.measurer!r}, compiler={request_.compiler!r})))

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from processes import alive, gone_within
 
+from dash_kernels.problem import Config, Problem
 from tuner.engines.local import Pool
 from tuner.worker import Worker, WorkerStartError
 
@@ -102,6 +103,34 @@ time.sleep(600)
     parent.wait()
     assert gone_within(pid, 5)
     assert gone_within(child, 5)
+
+
+def test_a_ptxas_that_hangs_is_a_timeout_and_leaves_no_child(
+    tmp_path: Path, triton_pythons: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real compiler, with an assembler that starts a child and sleeps."""
+    script = tmp_path / "ptxas"
+    script.write_text(f"#!/bin/sh\nsleep 600 &\necho $! > {tmp_path}/pid\nsleep 600\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(triton_pythons[0]))
+    places = {"TRITON_PTXAS_PATH": str(script), "TRITON_CACHE_DIR": str(tmp_path / "cache")}
+    worker = Worker("tuner.compile:Compiler", {"capability": (9, 0), "gpu": "h200"}, places)
+    task = {
+        "kind": "compile",
+        "problem": Problem("causal", 128, 1024).to_dict(),
+        "config": Config().to_dict(),
+        "cooperative": False,
+    }
+    worker.wait_ready()
+    worker.submit(task, 600)
+    child = pid_in(tmp_path / "pid")
+    worker.submit(task, 0.1)  # the limit is what is left of it from now on
+    reply = None
+    while reply is None:
+        time.sleep(0.05)
+        reply = worker.poll()
+    assert (reply.failure, reply.dead) == ("timeout", True)
+    assert gone_within(child)
 
 
 def test_a_handler_that_cannot_start_says_why() -> None:

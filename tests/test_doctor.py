@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from fake_nvml import Board, FakeNvml, Slice
+from fake_driver import Board, FakeNvml, Slice
 
 import tuner.doctor
 from tuner.doctor import Check, disturbances, examine

@@ -77,7 +77,9 @@ def sweep(
     jobs: Annotated[
         int, typer.Option(help="Compile processes. Default: the CPU cores.", min=0)
     ] = 0,
-    engine: Annotated[str, typer.Option(help="local: the GPUs of this host.")] = "local",
+    engine: Annotated[
+        str, typer.Option(help="local: the GPUs of this host; ray: those of a cluster.")
+    ] = "local",
     compile_only: Annotated[
         bool, typer.Option(help="No GPU: registers, spills, shared memory.")
     ] = False,

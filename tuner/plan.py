@@ -55,6 +55,8 @@ class Reporter(Protocol):
 
     def tick(self) -> None: ...
 
+    def close(self) -> None: ...
+
 
 @dataclass
 class Summary:

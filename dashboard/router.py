@@ -60,11 +60,19 @@ def prefix(request: Request) -> str:
     return f"{root}/" if root else ""
 
 
-@lru_cache(maxsize=2 * len(STATIC))
-def asset(name: str, packed: bool = False) -> bytes:
-    """A static file, read and packed once a process: plotly.js alone is 5 MB, 1.5 MB packed."""
-    data = (PLOTLY if name == PLOTLY.name else HERE / "static" / name).read_bytes()
-    return gzip.compress(data, 6, mtime=0) if packed else data
+FOREVER = "public, max-age=31536000, immutable"
+
+
+@lru_cache(maxsize=len(STATIC))
+def asset(name: str) -> bytes:
+    """A static file, read once a process."""
+    return (PLOTLY if name == PLOTLY.name else HERE / "static" / name).read_bytes()
+
+
+@lru_cache(maxsize=1)
+def packed_plotly() -> bytes:
+    """plotly.js packed once a process: 5 MB, 1.5 MB packed."""
+    return gzip.compress(asset(PLOTLY.name), 6, mtime=0)
 
 
 @lru_cache(maxsize=1)
@@ -213,11 +221,18 @@ def create_router(store: Store, snapshots: Snapshots, default_gpu: str | None = 
     def static(request: Request, name: str) -> Response:
         if name not in STATIC:
             raise HTTPException(404, f"there is no static file {name[:60]!r}")
+        version = plotly.__version__ if name == PLOTLY.name else asset_version()
+        held = request.query_params.get("v") == version
+        headers = {"Cache-Control": FOREVER if held else "no-cache"}
         packed = "gzip" in request.headers.get("accept-encoding", "")
-        headers = {"Cache-Control": "public, max-age=86400", "Vary": "Accept-Encoding"}
-        if packed:
-            headers["Content-Encoding"] = "gzip"
-        return Response(asset(name, packed), media_type=STATIC[name], headers=headers)
+        if name == PLOTLY.name and packed:
+            headers |= {
+                "Content-Encoding": "gzip",
+                "Vary": "Accept-Encoding",
+                "ETag": f'W/"{version}"',
+            }
+            return Response(packed_plotly(), media_type=STATIC[name], headers=headers)
+        return Response(asset(name), media_type=STATIC[name], headers=headers)
 
     return router
 

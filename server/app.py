@@ -51,6 +51,7 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
         best.create(context),
         results.create(context),
         releases.create(context),
+        status.create_gpus(context),
         schedules.create(),
     ]
     for router in api:

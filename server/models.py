@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from dash_kernels.problem import Config
 from server.params import Count, Direction, Dtype, Edge, GpuName, Mask, RowId, Source, Status, Time
@@ -255,8 +255,8 @@ class ProblemBody(BaseModel):
     window_left: Edge | None = None
     window_right: Edge | None = None
     head_dim_v: Count | None = None
-    softcap: bool | None = None
-    varlen: bool | None = None
+    softcap: StrictBool | None = None
+    varlen: StrictBool | None = None
 
 
 class RunBody(BaseModel):
@@ -296,13 +296,13 @@ class RowBody(BaseModel):
     max_abs_error: float | None = None
     rel_error: float | None = None
     budget: float | None = None
-    bits_equal: bool | None = None
+    bits_equal: StrictBool | None = None
     runs_compared: RowId | None = None
     min_resident: RowId | None = None
     numerics_key: Annotated[str, Field(max_length=64)] | None = None
     telemetry: dict[str, Any] | None = None
     predicted: float | None = None
-    above_peak: bool = False
+    above_peak: StrictBool = False
     created_at: Time | None = None
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from fake_rows import LENGTHS, fake_problem, fake_row, fill
 from fastapi.testclient import TestClient
+from service import TOKEN, body_of, row_body
 
 from dash_kernels.lookup import LookupTable
 from dash_kernels.problem import Config
@@ -23,8 +24,6 @@ from server.settings import Settings
 from tuner.export import freeze
 from tuner.results.rows import RunInfo, StoreUnavailable
 from tuner.results.store import Store
-
-TOKEN = {"Authorization": "Bearer fake-token"}
 
 
 @pytest.fixture(scope="module")
@@ -49,23 +48,6 @@ def empty(tmp_path: Path) -> Iterator[Store]:
 @pytest.fixture
 def writable(empty: Store) -> TestClient:
     return TestClient(create_app(empty, Settings(token="fake-token")))
-
-
-def body_of(*rows: dict[str, Any]) -> dict[str, Any]:
-    return {"run": {"gpu": "h200", "environment": {"note": "FAKE"}}, "results": list(rows)}
-
-
-def row_body(**values: Any) -> dict[str, Any]:
-    problem = {"mask": "causal", "head_dim": 128, "seq_len": 1024, "heads": 16}
-    config = Config(schedule="descending").to_dict()
-    return {
-        "problem": problem,
-        "config": config,
-        "ms": 1.0,
-        "tflops": 300.0,
-        "min_resident": 1,
-        **values,
-    }
 
 
 # -- /best ----------------------------------------------------------------------------------------------------------
@@ -281,96 +263,6 @@ def test_times_are_utc_whatever_the_zone(
     finally:
         monkeypatch.undo()
         time.tzset()
-
-
-# -- writes ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("token", "headers", "status"),
-    [
-        (None, TOKEN, 403),
-        ("", TOKEN, 403),
-        ("fake-token", {}, 401),
-        ("fake-token", {"Authorization": "Bearer "}, 401),
-        ("fake-token", {"Authorization": "Bearer wrong"}, 401),
-        ("fake-token", {"Authorization": "Basic fake-token"}, 401),
-        ("fake-token", {"Authorization": b"Bearer \xff\xfe"}, 401),
-    ],
-)
-@pytest.mark.parametrize("path", ["/results", "/releases"])
-def test_writes_need_the_token(
-    empty: Store, token: str | None, headers: dict[str, Any], status: int, path: str
-) -> None:
-    client = TestClient(create_app(empty, Settings(token=token)))
-    body = body_of(row_body()) if path == "/results" else {"gpu": "h200"}
-    answer = client.post(path, json=body, headers=headers)
-    assert answer.status_code == status
-    assert ("www-authenticate" in answer.headers) == (status == 401)
-    assert empty.last_result_id() == 0
-
-
-def test_bad_rows_write_nothing(writable: TestClient, empty: Store) -> None:
-    bad = [
-        (
-            row_body(problem={"mask": "causal", "head_dim": 128, "seq_len": 0}),
-            "results.0.problem.seq_len",
-        ),
-        (row_body(config={"policy": "random"}), "results.0"),
-        (row_body(config={"schedule": "zigzag"}), "results.0"),
-        (row_body(status="fine"), "results.0.status"),
-        (row_body(colour="red"), "results.0.colour"),
-    ]
-    for row, parameter in bad:
-        answer = writable.post("/results", json=body_of(row), headers=TOKEN)
-        assert answer.status_code == 422
-        assert answer.json()["parameter"] == parameter
-    for content in (b"{", b"\xff\xfe", b""):
-        broken = writable.post(
-            "/results", content=content, headers={**TOKEN, "Content-Type": "application/json"}
-        )
-        assert broken.status_code == 422
-        assert "body" in broken.json()["parameter"]
-    assert empty.last_result_id() == 0
-    assert empty.runs() == []
-
-
-def test_a_large_body_is_refused(empty: Store) -> None:
-    client = TestClient(create_app(empty, Settings(token="fake-token", max_body_bytes=2000)))
-    big = json.dumps(body_of(row_body(error="x" * 3000))).encode()
-    assert client.post("/results", content=big, headers=TOKEN).status_code == 413
-
-    def chunks() -> Iterator[bytes]:
-        yield from (big[i : i + 500] for i in range(0, len(big), 500))
-
-    assert client.post("/results", content=chunks(), headers=TOKEN).status_code == 413
-
-
-def test_releases_are_numbered_and_immutable(writable: TestClient) -> None:
-    nothing = writable.post("/releases", json={"gpu": "h200"}, headers=TOKEN)
-    assert nothing.status_code == 422
-    writable.post("/results", json=body_of(row_body()), headers=TOKEN)
-    made = writable.post("/releases", json={"gpu": "h200", "name": "first"}, headers=TOKEN)
-    assert made.status_code == 201
-    assert made.json()["cells"] == 1
-    assert (
-        writable.post("/releases", json={"gpu": "h200", "name": "first"}, headers=TOKEN).status_code
-        == 409
-    )
-    table = writable.get(f"/{made.json()['table']}")
-    parsed = LookupTable.from_json(table.content)
-    assert (parsed.release, parsed.digest) == ("first", made.json()["digest"])
-    assert "immutable" in table.headers["cache-control"]
-
-    faster = row_body(config=Config(schedule="shortest_first").to_dict(), ms=0.5, tflops=600.0)
-    writable.post("/results", json=body_of(faster), headers=TOKEN)
-    assert writable.get(f"/{made.json()['table']}").content == table.content
-    frozen = writable.get("/best?mask=causal&d=128").json()
-    draft = writable.get("/best?mask=causal&d=128&release=draft").json()
-    assert (frozen["release"], frozen["best"]["config"]["schedule"]) == ("first", "descending")
-    assert (draft["release"], draft["best"]["config"]["schedule"]) == (None, "shortest_first")
-    assert [r["name"] for r in writable.get("/releases").json()] == ["first"]
-    assert writable.get("/releases/99/table.json").status_code == 404
 
 
 # -- the rest -------------------------------------------------------------------------------------------------------

@@ -16,13 +16,17 @@ from server.models import Gpu, Health, Problem
 from server.params import NoQuery
 
 
-def create(context: Context, metrics: Metrics) -> APIRouter:
-    router = APIRouter(tags=["service"])
+def create_gpus(context: Context) -> APIRouter:
+    router = APIRouter(tags=["lookup"])
 
     @router.get(
         "/gpus",
         response_model=list[Gpu],
-        responses={422: {"model": Problem}, 503: {"model": Problem}},
+        responses={
+            304: {"description": "Unchanged since If-None-Match."},
+            422: {"model": Problem},
+            503: {"model": Problem},
+        },
     )
     def get_gpus(_: Annotated[NoQuery, Query()]) -> StrictJson:
         """GPUs that the package knows or the database has rows of."""
@@ -47,6 +51,13 @@ def create(context: Context, metrics: Metrics) -> APIRouter:
                 }
             )
         return StrictJson(answer)
+
+    return router
+
+
+def create(context: Context, metrics: Metrics) -> APIRouter:
+    """Calls of whoever runs the server; they have no version."""
+    router = APIRouter(tags=["service"])
 
     @router.get(
         "/healthz",

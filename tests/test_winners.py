@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from dash_kernels.default_rule import default_config
 from dash_kernels.problem import Config, Problem
 from tuner.export import freeze
 from tuner.results import ResultFilter, ResultRow, RunInfo, Store
@@ -92,7 +93,8 @@ def test_baselines_come_from_the_final_round_where_it_has_them() -> None:
 
 def test_the_best_of_all_is_served_where_it_needs_one_cta_only() -> None:
     """Each tie is judged against the fastest row, which need not be one that may be served."""
-    speeds = ((SHIFT, 502.0), (INTERLEAVED, 500.0), (SERVED, 498.5))
+    other = SERVED.with_(heads_interleaved=5)
+    speeds = ((SHIFT, 502.0), (INTERLEAVED, 500.0), (other, 498.5))
     rows = [measured(config, tflops, tflops=tflops, samples=None) for config, tflops in speeds]
     cell = cell_of(*rows)
     assert pick([row for row in rows if row.min_resident == 1]) is not cell.best.row
@@ -192,6 +194,61 @@ def test_rows_that_were_not_timed_are_ranked_by_what_they_know(
 
 
 # -- ties and confidence --------------------------------------------------------------------------------------------
+
+
+def in_turn(speeds: dict[Config, float], seed: int = 0, drift: float = 0.03) -> list[ResultRow]:
+    """Rows of one final round: clocks drift under all configs alike, each sample has a little noise of its own."""
+    generator = random.Random(seed)
+    clocks = [math.exp(generator.uniform(-drift, drift)) for _ in range(SAMPLES)]
+    found = []
+    for config, speed in speeds.items():
+        ms = PROBLEM.flops() / speed * 1e-9
+        samples = [ms * clock * math.exp(generator.gauss(0, 0.001)) for clock in clocks]
+        median = statistics.median(samples)
+        values = {"tflops": PROBLEM.tflops(median), "ms": median, "samples": samples}
+        final = {"telemetry": {"round": "final"}, "run_id": seed, "id": len(found) + 1}
+        found.append(measured(config, speed, **values, **final))
+    return found
+
+
+def test_a_winner_that_does_not_beat_the_default_outside_the_noise_is_the_default() -> None:
+    assert default_config(PROBLEM, (9, 0)) == SERVED
+    faster = SERVED.with_(heads_interleaved=4)
+    noisy = [measured(SERVED, 490, noise=0.06), measured(faster, 500, noise=0.06)]
+    assert pick(noisy) is noisy[1], "a lead of 2 % is outside the floor of the rule for ties"
+    cell = cell_of(*noisy)
+    assert cell.served.row.to_config() == cell.best.row.to_config() == SERVED
+    assert cell.served.confidence.lead < 0
+    clear = cell_of(measured(SERVED, 490), measured(faster, 500))
+    assert clear.served.row.to_config() == faster
+    assert clear.served.confidence.low > 0
+    bare = [measured(c, v, tflops=v, samples=None) for c, v in ((SERVED, 500.0), (faster, 504.0))]
+    assert cell_of(*bare).served.row.to_config() == SERVED
+    unknown = [replace(row, gpu="b900", config_hash="") for row in noisy]
+    assert cell_of(*unknown).served.row.to_config() == faster, "no default is known for this chip"
+
+
+def test_samples_taken_in_turn_are_compared_one_by_one() -> None:
+    """Clocks that drift by 6 % hide a lead of 1.5 %, but not from samples that saw the same clocks."""
+    faster = SERVED.with_(heads_interleaved=4)
+    rows = in_turn({SERVED: 500, faster: 507.5}, drift=0.06)
+    assert cell_of(*rows).served.row.to_config() == faster
+    apart = [replace(row, telemetry=None) for row in rows]
+    assert cell_of(*apart).served.row.to_config() == SERVED
+
+
+def test_one_cell_tuned_ten_times_from_cold_has_one_winner() -> None:
+    speeds = {
+        SERVED: 480.0,
+        SERVED.with_(heads_interleaved=8): 499.0,
+        SERVED.with_(heads_interleaved=4): 500.0,
+        SERVED.with_(heads_interleaved=4, num_stages=3): 500.5,
+        ASCENDING: 230.0,
+    }
+    cells = [cell_of(*in_turn(speeds, seed=seed)) for seed in range(10)]
+    assert len({cell.served.row.config_hash for cell in cells}) == 1
+    assert cells[0].served.row.config["num_stages"] == 2
+    assert all(len(cell.served.row.samples) == SAMPLES for cell in cells), "the spread is stored"
 
 
 def test_ten_tunings_of_equal_configs_agree() -> None:

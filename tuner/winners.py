@@ -13,6 +13,8 @@
   minutes apart saw other clocks.
 - Ties go by a fixed rule. A config ties with the fastest when it is within NOISE_FLOOR, or within NOISE_CAP with a 95 %
   interval of the lead that includes zero. Among those: fewest resident CTAs, fewest stages, then the config's key.
+- The default rule's config (``dash_kernels.default_rule``) wins unless the winner beats it outside the noise: by more than
+  NOISE_FLOOR, with an interval above zero, or by more than NOISE_CAP where there are no samples.
 - Baselines: ``ascending`` is the ordered ascending kind as FA3 launches it (heads in turn, ascending), its best tile;
   ``unordered`` the fastest with atomics.
 
@@ -30,6 +32,8 @@ from datetime import datetime, timezone
 from statistics import NormalDist
 from typing import Any
 
+from dash_kernels.default_rule import default_config
+from dash_kernels.device import GPUS
 from dash_kernels.problem import OPTION_FIELDS
 from tuner.results.rows import ResultRow, canonical
 
@@ -259,7 +263,7 @@ def _baselines(rows: list[ResultRow]) -> dict[str, ResultRow]:
 def _win(
     rows: Sequence[ResultRow], baseline: ResultRow | None, winner: ResultRow | None = None
 ) -> Winner:
-    winner = winner or pick(rows)
+    winner = winner or _unless_default(pick(rows), rows)
     others = [row for row in rows if row is not winner]
     lead = _confidence([(winner, min(others, key=_cost))]) if others else None
     return Winner(winner, lead, _speedup(winner, baseline))
@@ -273,6 +277,31 @@ def pick(rows: Sequence[ResultRow]) -> ResultRow:
     """The fastest row, ties going by the fixed rule of this module."""
     fastest = min(rows, key=_cost)
     return min((row for row in rows if _ties([(fastest, row)])), key=_simplicity)
+
+
+def _unless_default(winner: ResultRow, rows: Sequence[ResultRow]) -> ResultRow:
+    """The winner, or the default rule's row where the winner does not beat it for sure."""
+    default = _default_of(winner)
+    row = next((row for row in rows if row.config == default), winner)
+    return winner if row is winner or _beats([(winner, row)]) else row
+
+
+def _default_of(row: ResultRow) -> dict[str, Any] | None:
+    """The default rule's config for a measured row's problem; None on a chip whose capability is not known."""
+    gpu = GPUS.get(row.gpu)
+    if gpu is None or row.source != "measured":
+        return None
+    try:
+        return default_config(row.to_problem(), gpu.capability).to_dict()
+    except ValueError:
+        return None
+
+
+def _beats(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> bool:
+    lead = _confidence(pairs)
+    if lead.low is None:
+        return lead.lead > NOISE_CAP
+    return lead.lead > NOISE_FLOOR and lead.low > 0
 
 
 def _ties(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> bool:
@@ -318,12 +347,13 @@ def _speedup(row: ResultRow, baseline: ResultRow | None) -> float | None:
 
 
 def _confidence(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Confidence:
-    """Lead of the first of each pair over the second, in the geometric mean over pairs, with Welch's 95 % interval.
+    """Lead of the first of each pair over the second, in the geometric mean over pairs, with its 95 % interval.
 
-    The lead is the ratio of the medians; its error comes from the variance of the logarithms of the stored samples.
+    The lead is the ratio of the medians; its error comes from the variance of the logarithms of the stored samples: of
+    their differences where the two were sampled in turn, under the same clocks, else of each (Welch).
     """
     lead = _log_lead(pairs)
-    parts = [_squared_error(row) for pair in pairs for row in pair]
+    parts = [part for fast, slow in pairs for part in _squared_errors(fast, slow)]
     known = [part for part in parts if part is not None]
     if len(known) < len(parts):
         return Confidence(math.expm1(lead), None, None)
@@ -342,9 +372,25 @@ def _log_lead(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> float:
     ) / len(pairs)
 
 
-def _squared_error(row: ResultRow) -> tuple[float, int] | None:
-    """Squared standard error of the mean logarithm of a row's samples, and its degrees of freedom."""
-    logs = [math.log(x) for x in row.samples or () if isinstance(x, (int, float)) and x > 0]
+def _squared_errors(fast: ResultRow, slow: ResultRow) -> list[tuple[float, int] | None]:
+    """What the samples of two rows contribute to the squared error of the lead, with its degrees of freedom."""
+    one, other = _logs(fast), _logs(slow)
+    if _in_turn(fast, slow) and len(one) == len(other):
+        return [_squared_error([x - y for x, y in zip(one, other, strict=True)])]
+    return [_squared_error(one), _squared_error(other)]
+
+
+def _in_turn(fast: ResultRow, slow: ResultRow) -> bool:
+    """Whether the i-th samples of both were taken one after the other: in one final round."""
+    return is_final(fast) and is_final(slow) and fast.run_id == slow.run_id
+
+
+def _logs(row: ResultRow) -> list[float]:
+    return [math.log(x) for x in row.samples or () if isinstance(x, (int, float)) and x > 0]
+
+
+def _squared_error(logs: Sequence[float]) -> tuple[float, int] | None:
+    """Squared standard error of the mean of some logarithms, and its degrees of freedom."""
     if len(logs) < 2:
         return None
     mean, freedom = sum(logs) / len(logs), len(logs) - 1
@@ -395,6 +441,10 @@ def _overall(cells: list[Cell]) -> Overall:
     rivals = [found for found in complete if [row.seq_len for row in found] == same]
     tied = [found for found in rivals if _ties(list(zip(fastest, found, strict=True)))]
     winner = min(tied, key=lambda found: _simplicity(found[0]))
+    defaults = [_default_of(row) for row in winner]
+    default = next((r for r in rivals if [row.config for row in r] == defaults), winner)
+    if default is not winner and not _beats(list(zip(winner, default, strict=True))):
+        winner = default
     others = [found for found in rivals if found is not winner]
     confidence = None
     if others:

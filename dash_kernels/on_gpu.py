@@ -48,7 +48,12 @@ def forward(
         from dash_kernels.kernels.sinks import apply_sink
 
         apply_sink(out, lse, sink)
-    return (out, lse) if sequences is None else (out[0], lse[0])
+    if sequences is None:
+        return out, lse
+    from dash_kernels.kernels.tails import clear_output_tail
+
+    clear_output_tail(sequences.cu_seqlens_q, out[0], lse[0])
+    return out[0], lse[0]
 
 
 def backward(
@@ -98,7 +103,12 @@ def backward(
         dq, dk = dq[..., :dim].contiguous(), dk[..., :dim].contiguous()
     if dim_v != plan.head_dim_v:
         dv = dv[..., :dim_v].contiguous()
-    return (dq, dk, dv, dsink) if sequences is None else (dq[0], dk[0], dv[0], dsink)
+    if sequences is None:
+        return dq, dk, dv, dsink
+    from dash_kernels.kernels.tails import clear_gradient_tails
+
+    clear_gradient_tails(*sequences[:2], dq[0], dk[0], dv[0])
+    return dq[0], dk[0], dv[0], dsink
 
 
 def _count(cu_seqlens: Tensor | None) -> int:

@@ -19,7 +19,7 @@ BLOCK_ROWS = 32
 SINK_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "seq_len", "num_tiles"])
 def share_with_sink(
     out, lse, sink, heads, seq_len, num_tiles, head_dim,
     BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
@@ -45,7 +45,7 @@ def share_with_sink(
     tl.store(at, (values * kept[:, None]).to(out.dtype.element_ty), mask=inside_tile)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "seq_len", "num_tiles"])
 def sink_parts(
     dout, out, lse, dlse, sink, parts, dout_batch, dout_row, dout_head, out_batch, out_row, out_head,
     heads, seq_len, num_tiles, head_dim,
@@ -76,7 +76,7 @@ def sink_parts(
         delta -= tl.load(dlse + lse_at, mask=inside, other=0.0)
     of_all = tl.load(lse + lse_at, mask=inside, other=float("inf"))
     share = tl.exp(tl.load(sink + head).to(tl.float32) - of_all)
-    part = tl.sum(tl.where(inside, -share * delta, 0.0), 0)
+    part = tl.sum(tl.where(of_all == float("inf"), 0.0, -share * delta), 0)
     tl.store(parts + (head * (tl.num_programs(0) // heads) + batch * num_tiles + place), part)
 
 
@@ -102,7 +102,7 @@ def sink_gradient(
     """The sink's gradient (H,) in its dtype, added in a fixed order.
 
     ``dout`` and ``out`` are (B, S, H, D) with a contiguous last dimension, ``lse`` and ``dlse`` (B, H, S) contiguous
-    float32, out and lse with the sink's share taken.
+    float32, out and lse with the sink's share taken. Rows whose lse is +inf do not count, whatever they hold.
     """
     import torch
 

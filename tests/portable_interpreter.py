@@ -16,8 +16,9 @@ import torch
 import triton.language as tl
 
 from dash_kernels.kernels import backward_portable as portable
+from dash_kernels.kernels import forward_portable, runtime
 from dash_kernels.kernels import portable_kernels as kernels
-from dash_kernels.kernels import runtime
+from dash_kernels.kernels import sequences as sequence_kernels
 from dash_kernels.kernels.sequences import Sequences, plan_sequences
 from dash_kernels.problem import Config
 from dash_kernels.schedules import Launch, TileGrid, default_launch
@@ -57,9 +58,7 @@ def poisoned(*args: Any, **kwargs: Any) -> torch.Tensor:
 def hidden_pairs(seq_len: int, seq_len_kv: int, causal: bool, window: list[int]) -> torch.Tensor:
     """(Sq, Sk): true where a query must not see a key; masks are aligned bottom-right."""
     left, right = window[0], 0 if causal else window[1]
-    ahead = (
-        torch.arange(seq_len_kv)[None] - torch.arange(seq_len)[:, None] - (seq_len_kv - seq_len)
-    )
+    ahead = torch.arange(seq_len_kv)[None] - torch.arange(seq_len)[:, None] - (seq_len_kv - seq_len)
     return ((right >= 0) & (ahead > right)) | ((left >= 0) & (-ahead > left))
 
 
@@ -96,14 +95,14 @@ def inputs(case: dict[str, Any]) -> tuple[list[torch.Tensor], Any]:
     lengths = case.get("lengths", [case["seq_lens"]] if "seq_lens" in case else [])
     batch, rows, keys = case.get("batch", 1), sum(x for x, _ in lengths), sum(x for _, x in lengths)
     shapes = (batch, rows, heads, dim), (batch, keys, heads_kv, dim), (batch, keys, heads_kv, dim_v)
-    tensors = [
-        torch.randn(shape).to(DTYPE) for shape in (*shapes, (batch, rows, heads, dim_v))
-    ]
+    tensors = [torch.randn(shape).to(DTYPE) for shape in (*shapes, (batch, rows, heads, dim_v))]
     dlse = torch.randn(batch, heads, rows) * bool(case.get("dlse"))
     return [*tensors, dlse], list(zip(*lengths, strict=True))
 
 
-def each_sequence(tensors: list[torch.Tensor], lengths: Any, case: dict[str, Any], dtype: Any) -> Any:
+def each_sequence(
+    tensors: list[torch.Tensor], lengths: Any, case: dict[str, Any], dtype: Any
+) -> Any:
     """:func:`gradients` of each sequence, put together again."""
     found = []
     q, k, v, dout, dlse = tensors
@@ -117,12 +116,46 @@ def each_sequence(tensors: list[torch.Tensor], lengths: Any, case: dict[str, Any
 
 
 def backward(case: dict[str, Any]) -> dict[str, Any]:
-    """Errors of dQ, dK and dV against float64, their budgets, and the bytes of dQ."""
+    """Errors of dQ, dK and dV against float64, their budgets, their largest values, and the bytes of dQ.
+
+    ``apart`` also runs every sample, or packed sequence, alone, and says whether its gradients have the same bits.
+    """
     tensors, lengths = inputs(case)
-    q, k, v, dout, dlse = tensors
+    if "dout" in case:
+        tensors[3].fill_(case["dout"])
     out, lse, exact = each_sequence(tensors, lengths, case, torch.float64)
     _, _, rounded = each_sequence(tensors, lengths, case, DTYPE)
+    whole = [*tensors, out.to(DTYPE), lse.float()]
+    found = launch(case, whole, lengths if "lengths" in case else None)
+    answer = judged(found, exact, rounded)
+    answer["largest"] = [x.abs().max().item() if x.numel() else 0.0 for x in found]
+    answer["dq"] = found[0].numpy().tobytes().hex()
+    if case.get("apart"):
+        answer["same_bits"] = all(
+            torch.equal(mine, alone)
+            for sample in samples(whole, found, lengths)
+            for mine, alone in zip(sample[1], launch(case, sample[0], None), strict=True)
+        )
+    return answer
 
+
+def samples(whole: list[torch.Tensor], found: Any, lengths: Any) -> Any:
+    """(inputs, gradients) of each sample of a batch, or of each packed sequence that has rows and keys."""
+    q, k, v, dout, dlse, out, lse = whole
+    dq, dk, dv = found
+    for b in range(q.shape[0]):
+        for q_end, k_end, rows, keys in zip(*map(accumulate, lengths), *lengths, strict=True):
+            at = slice(b, b + 1), slice(q_end - rows, q_end)
+            of = slice(b, b + 1), slice(k_end - keys, k_end)
+            head_rows = at[0], slice(None), at[1]
+            if rows and keys:
+                given = q[at], k[of], v[of], dout[at], dlse[head_rows], out[at], lse[head_rows]
+                yield given, (dq[at], dk[of], dv[of])
+
+
+def launch(case: dict[str, Any], tensors: Any, lengths: Any) -> Any:
+    """dQ, dK and dV by the portable kernels; ``lengths`` of packed sequences, or None."""
+    q, k, v, dout, dlse, out, lse = tensors
     config = Config(
         backend="portable",
         schedule=case["schedule"],
@@ -132,8 +165,7 @@ def backward(case: dict[str, Any]) -> dict[str, Any]:
         block_n=case["tile"][1],
     )
     window = tuple(case.get("window", (-1, -1)))
-    packed = "lengths" in case
-    longest = [max(*x, 1) if packed else x[0] for x in lengths]
+    longest = [max(*x, 1) for x in lengths] if lengths else (q.shape[1], k.shape[1])
     grid = TileGrid(*longest, *case["tile"], case["causal"], *window)
     launch = Launch(default_launch(config.schedule).order, case.get("interleaved", 1))
     arrays = runtime.device_arrays(config.schedule, 1, grid, launch, torch.device("cpu"))
@@ -146,12 +178,42 @@ def backward(case: dict[str, Any]) -> dict[str, Any]:
         config, grid, (), kv_heads, arrays, launch.interleaved(kv_heads),
         min(3, tickets) if persistent else tickets, persistent,
     )  # fmt: skip
-    found = portable.launch_portable(
-        plan, *(odd_strides(x) for x in (dout, q, k, v, out.to(DTYPE))), lse.float().contiguous(),
-        1 / math.sqrt(q.shape[3]), 10**10, window=window, softcap=case.get("softcap", 0.0),
-        sequences=sequences_of(lengths) if packed else None, dlse=dlse.contiguous() if case.get("dlse") else None,
+    return portable.launch_portable(
+        plan, *(odd_strides(x) for x in (dout, q, k, v, out)), lse.contiguous(), 1 / math.sqrt(q.shape[3]), 10**10,
+        window=window, softcap=case.get("softcap", 0.0), sequences=sequences_of(lengths) if lengths else None,
+        dlse=dlse.contiguous() if case.get("dlse") else None,
     )  # fmt: skip
-    return judged(found, exact, rounded) | {"dq": found[0].numpy().tobytes().hex()}
+
+
+def forward(case: dict[str, Any]) -> dict[str, Any]:
+    """Errors of out and LSE against float64 and their budgets; LSE must be +inf exactly where it has to be."""
+    tensors, lengths = inputs(case)
+    out, lse, _ = each_sequence(tensors, lengths, case, torch.float64)
+    forward_portable.forward_tiles = lambda head_dim, capability: forward_portable.ForwardTiles(
+        *case["tile"], 4, 2
+    )
+    options = {
+        "causal": case["causal"],
+        "scale": 1 / math.sqrt(tensors[0].shape[3]),
+        "window": tuple(case.get("window", (-1, -1))),
+        "softcap": case.get("softcap", 0.0),
+    }
+    run = forward_portable.forward_portable
+    packed = sequences_of(lengths) if "lengths" in case else None
+    found, found_lse = run(*map(odd_strides, tensors[:3]), **options, sequences=packed)
+    none = lse == math.inf
+    if not torch.equal(none, found_lse == math.inf):
+        raise AssertionError("LSE is +inf for other rows than those that see no key")
+    lse, found_lse = (x.masked_fill(none, 0.0) for x in (lse, found_lse))
+    rounded = out.to(DTYPE).double(), lse.to(DTYPE).double()
+    answer = judged((found, found_lse), (out, lse), rounded)
+    if case.get("apart"):
+        grads = found, *tensors[1:3]  # samples() cuts three: out, and two that are not looked at
+        answer["same_bits"] = all(
+            torch.equal(mine, run(*map(odd_strides, given[:3]), **options)[0])
+            for given, (mine, _, _) in samples([*tensors, out, lse], grads, lengths)
+        )
+    return answer
 
 
 def sequences_of(lengths: Any) -> Sequences:
@@ -172,6 +234,9 @@ def judged(found: Any, exact: Any, rounded: Any) -> dict[str, Any]:
 
 def plan(case: dict[str, Any]) -> dict[str, Any]:
     """The tiles of packed sequences as the device finds them."""
+    sequence_kernels.CHUNK = case.get(
+        "chunk", 32
+    )  # of the kernel's 512: more is a matter of time here
     sequences = sequences_of(list(zip(*case["lengths"], strict=True)))
     totals = [int(starts[-1]) for starts in sequences[:2]]
     found = plan_sequences(
@@ -194,7 +259,9 @@ def main() -> None:
         torch.manual_seed(0)
         case = json.loads(line)
         try:
-            answer = {"backward": backward, "plan": plan}[case.get("what", "backward")](case)
+            answer = {"backward": backward, "forward": forward, "plan": plan}[
+                case.get("what", "backward")
+            ](case)
         except Exception as error:  # whatever the interpreter makes of it, the test reads it
             answer = {"raised": repr(error) + repr(error.__cause__)}
         print(json.dumps(answer), flush=True)

@@ -95,20 +95,21 @@ def compile_specs(
     prepare = {"ZERO_DQ": config.policy == "unordered", **rows, **value_dim}
     prepare |= {} if dlse else {"dlse": None}
     specs = [
-        _spec(kv_tiles, dtype, {**main, **tile, **tables}, main_options(config)),
-        _spec(prepare_tiles, dtype, {**prepare, **tables}, SMALL_OPTIONS),
+        kernel_spec(kv_tiles, dtype, {**main, **tile, **tables}, main_options(config)),
+        kernel_spec(prepare_tiles, dtype, {**prepare, **tables}, SMALL_OPTIONS),
     ]
     if config.policy == "two_pass":
-        specs.append(_spec(dq_tiles, dtype, {**tile, **tables}, main_options(config)))
+        specs.append(kernel_spec(dq_tiles, dtype, {**tile, **tables}, main_options(config)))
     else:
         cast = {"POLICY": policy, "NUM_WARPS": config.num_warps, **rows, **tables}
-        specs.append(_spec(cast_tiles, dtype, cast, SMALL_OPTIONS))
+        specs.append(kernel_spec(cast_tiles, dtype, cast, SMALL_OPTIONS))
     return specs
 
 
-def _spec(
+def kernel_spec(
     kernel: Any, dtype: str, constexprs: dict[str, Any], options: dict[str, Any]
 ) -> KernelSpec:
+    """A portable kernel specialised as a launch on aligned tensors is; ``constexprs`` may name others' parameters."""
     half = {"bfloat16": "*bf16", "float16": "*fp16"}[dtype]
     types = dict.fromkeys(("q", "k", "v", "out", "dout", "dk", "dv"), half)
     types |= dict.fromkeys(("lse", "lse2", "delta", "dlse", "accumulated"), "*fp32")
@@ -116,7 +117,7 @@ def _spec(
         ("workspace", "record", "arrays", "tiles", "counts", "cu_seqlens_k"), "*i32"
     )
     types |= dict.fromkeys(("scale", "scale_log2", "cap_log2"), "fp32") | {"bound_ns": "i64"}
-    types["dq"] = half if kernel in (dq_tiles, cast_tiles) else "*fp32"
+    types["dq"] = "*fp32" if kernel in (kv_tiles, prepare_tiles) else half
     names = kernel.arg_names
     constexprs = {name: value for name, value in constexprs.items() if name in names}
     signature = {

@@ -18,10 +18,19 @@ def tile_offsets(row, stride, ROWS: tl.constexpr, COLS: tl.constexpr):
 
 @triton.jit
 def load_tile(
-    head, stride, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr
-):
-    """The tile of a head that starts at ``row``; rows from ``limit`` on are not read and are zeros."""
+    head, stride, row, limit, RAGGED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr,
+    WIDTH: tl.constexpr = None,
+):  # fmt: skip
+    """The tile of a head that starts at ``row``; rows from ``limit`` on are not read and are zeros.
+
+    So are columns from WIDTH on, where it is given.
+    """
     pointers = head + tile_offsets(row, stride, ROWS, COLS)
+    if WIDTH is not None and WIDTH != COLS:
+        inside = (tl.arange(0, COLS) < WIDTH)[None, :]
+        if RAGGED:
+            inside &= (row + tl.arange(0, ROWS) < limit)[:, None]
+        return tl.load(pointers, mask=inside, other=0.0)
     if RAGGED:
         return tl.load(pointers, mask=(row + tl.arange(0, ROWS) < limit)[:, None], other=0.0)
     return tl.load(pointers)

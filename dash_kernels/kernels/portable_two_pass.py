@@ -10,7 +10,7 @@ import triton.language as tl
 
 from dash_kernels.kernels import sequences
 from dash_kernels.kernels.portable_tiles import first_rows, load_tile, sees, store_tile, tanh
-from dash_kernels.kernels.sequences import contributors
+from dash_kernels.kernels.sequences import kv_bounds
 
 Q_TILE_WORDS = tl.constexpr(sequences.Q_TILE_WORDS)
 
@@ -87,16 +87,7 @@ def dq_tiles(
     lse2_rows = tl.load(lse2 + padded + rows)
     delta_rows = tl.load(delta + padded + rows)
 
-    begin, last = contributors(m_block, seq_len, seq_len_kv, left, right, BLOCK_M, BLOCK_N)
-    end = last + 1
-    # KV tiles of which every row of this Q tile sees every key.
-    offset = seq_len_kv - seq_len
-    last_row = tl.minimum(row + BLOCK_M, seq_len) - 1
-    keys_of_all = tl.minimum(tl.maximum(row + offset + right + 1, 0), seq_len_kv)
-    plain_from = (tl.maximum(last_row + offset - left, 0) + BLOCK_N - 1) // BLOCK_N
-    plain_from = tl.minimum(tl.maximum(plain_from, begin), end)
-    plain_to = tl.minimum(tl.maximum(keys_of_all // BLOCK_N, plain_from), end)
-    bounds = (begin, plain_from, plain_to, end)
+    bounds = kv_bounds(m_block, seq_len, seq_len_kv, left, right, BLOCK_M, BLOCK_N)
     dq_tile = tl.zeros((BLOCK_M, HEAD_DIM), tl.float32)
     for section in tl.static_range(3):  # masked by a window's left edge, plain, masked
         if WINDOWED or section > 0:

@@ -122,6 +122,23 @@ def contributors(
 
 
 @triton.jit
+def kv_bounds(
+    m_block, seq_len, seq_len_kv, left, right, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr
+):
+    """The KV tiles of a Q tile: masked from the first value, plain from the second, masked from the third, up to the
+    fourth. Plain ones are those of which every row sees every key; without a window's left edge none comes before."""
+    begin, last = contributors(m_block, seq_len, seq_len_kv, left, right, BLOCK_M, BLOCK_N)
+    end = last + 1
+    offset = seq_len_kv - seq_len
+    first_row = m_block * BLOCK_M
+    last_row = tl.minimum(first_row + BLOCK_M, seq_len) - 1
+    keys_of_all = tl.minimum(tl.maximum(first_row + offset + right + 1, 0), seq_len_kv)
+    plain_from = (tl.maximum(last_row + offset - left, 0) + BLOCK_N - 1) // BLOCK_N
+    plain_from = tl.minimum(tl.maximum(plain_from, begin), end)
+    return begin, plain_from, tl.minimum(tl.maximum(keys_of_all // BLOCK_N, plain_from), end), end
+
+
+@triton.jit
 def turn_of(
     n_block, m_block, seq_len, seq_len_kv, left, right,
     DESCENDING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,

@@ -20,6 +20,7 @@ from tuner import export, importing
 from tuner.results import ResultRow, RunInfo, Store, StoreError
 from tuner.results.queries import Question, best
 from tuner.results.rows import ResultFilter
+from tuner.t4 import rows_t4
 
 RUN = RunInfo(
     "h200",
@@ -30,7 +31,7 @@ RUN = RunInfo(
     finished=datetime(2026, 1, 2, tzinfo=timezone.utc),
 )
 PROBLEM = Problem("causal", 128, 4096, batch=4, heads=16, heads_kv=4)
-SUFFIXES = (".csv", ".parquet", ".json", ".json.gz")
+SUFFIXES = (".csv", ".parquet", ".json", ".json.gz", ".t4.json")
 
 
 def measured(config: Config, tflops: float, problem: Problem = PROBLEM) -> ResultRow:
@@ -64,6 +65,8 @@ def write(store: Store, path: Path) -> Path:
         path.write_bytes(export.rows_csv(rows, runs).encode())
     elif path.suffix == ".parquet":
         path.write_bytes(export.rows_parquet(rows, runs))
+    elif path.name.endswith(".t4.json"):
+        path.write_text(rows_t4(rows, runs))
     else:
         text = json.dumps(export.dump(store), allow_nan=False).encode()
         path.write_bytes(gzip.compress(text) if path.suffix == ".gz" else text)
@@ -134,10 +137,12 @@ def test_a_release_is_numbered_named_and_frozen(store: Store) -> None:
 def test_rows_and_runs_survive_the_way_out_and_in(
     store: Store, tmp_path: Path, suffix: str
 ) -> None:
+    options = replace(PROBLEM, window_left=1023, head_dim_v=64, softcap=True, varlen=True)
+    store.add(store.runs()[0].id or 0, measured(Config(), 400.0, options))
     path = write(store, tmp_path / f"rows{suffix}")
     with Store.open("sqlite://") as other:
-        assert importing.import_file(other, path) == importing.Imported(3, 0)
-        assert importing.import_file(other, path) == importing.Imported(0, 3)
+        assert importing.import_file(other, path) == importing.Imported(4, 0)
+        assert importing.import_file(other, path) == importing.Imported(0, 4)
         assert content(other) == content(store)
         assert [replace(run, id=None) for run in other.runs()] == [
             replace(run, id=None) for run in store.runs()

@@ -169,7 +169,10 @@ def show(
 @app.command()
 def export(
     output: Annotated[
-        Path, typer.Argument(help="FILE.json (lookup table), .csv, .parquet, .json.gz (all runs).")
+        Path,
+        typer.Argument(
+            help="FILE.json (lookup table), .csv, .parquet, .t4.json (Kernel Tuner), .json.gz (all runs)."
+        ),
     ],
     gpu: GpuName = "",
     db: Db = None,
@@ -185,13 +188,16 @@ def export(
 
 @app.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="A .json.gz, .csv or .parquet that export wrote.")],
+    file: Annotated[
+        str,
+        typer.Argument(help="A file that export wrote, or another database: .sqlite, .db or URL."),
+    ],
     db: Db = None,
 ) -> None:
-    """Merge exported rows into the database; rows that are there already stay as they are."""
+    """Merge exported rows or another database; what is there already stays, and conflicts are listed (exit code 3)."""
     from tuner import stored
 
-    stored.import_rows(db, file)
+    raise typer.Exit(stored.import_rows(db, file))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""Reads rows back: dumps, CSV and Parquet as ``tuner.export`` writes them, and the rows shipped with the package.
+"""Reads rows back: dumps, CSV, Parquet and T4 as they are written here, other databases, and the rows of the package.
 
 Runs are known by their uuid and a run's rows by their config, so that importing twice, or merging two databases that
 share runs, adds nothing twice.
@@ -12,12 +12,12 @@ import io
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dash_kernels.lookup import TABLES, LookupTable
+from dash_kernels.lookup import TABLES, LookupTable, TableError
 from dash_kernels.problem import OPTION_FIELDS, Config, Problem
 from tuner.export import (
     DUMP_COLUMNS,
@@ -28,7 +28,15 @@ from tuner.export import (
     RUN_COLUMNS,
     column_kind,
 )
-from tuner.results.rows import DERIVED_COLUMNS, Release, ResultRow, RunInfo, StoreError
+from tuner.results.rows import (
+    DERIVED_COLUMNS,
+    Release,
+    ResultFilter,
+    ResultRow,
+    RunInfo,
+    StoreError,
+)
+from tuner.t4 import is_t4, parse_t4
 from tuner.winners import overall, winners
 
 if TYPE_CHECKING:
@@ -36,19 +44,39 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("dash.results")
 
+DATABASE_ENDINGS = (".sqlite", ".db")
 REQUIRED = (*PROBLEM_COLUMNS, "gpu", "config", "status", "run_uuid", "environment")
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """How many rows were new, and how many the database had already."""
+    """How many rows and releases were new, how many the database had already, and where the two do not agree.
 
-    added: int
-    known: int
+    A conflict is a line; what the database has stays as it is.
+    """
+
+    added: int = 0
+    known: int = 0
+    conflicts: tuple[str, ...] = ()
+    releases: int = 0
+
+    def __add__(self, other: Imported) -> Imported:
+        return Imported(
+            self.added + other.added,
+            self.known + other.known,
+            self.conflicts + other.conflicts,
+            self.releases + other.releases,
+        )
 
 
 def import_file(store: Store, path: str | Path) -> Imported:
-    """Merge a .csv, .parquet, .json or .json.gz file. Raises StoreError before anything is written."""
+    """Merge a .csv, .parquet, .json or .json.gz file, or another database.
+
+    A .json may be rows (a dump or T4) or a lookup table, which becomes a release. Raises StoreError before anything is
+    written.
+    """
+    if "://" in str(path) or Path(path).suffix in DATABASE_ENDINGS:
+        return import_database(store, str(path))
     path = Path(path)
     try:
         content = path.read_bytes()
@@ -62,28 +90,93 @@ def import_file(store: Store, path: str | Path) -> Imported:
         elif path.suffix == ".parquet":
             runs = _from_flat(_read_parquet(content), _parse_parquet)
         elif path.suffix in (".json", ".gz"):
-            runs = parse_dump(
-                json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
-            )
+            data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
+            if isinstance(data, dict) and "cells" in data:
+                return import_table(store, LookupTable.from_dict(data, str(path)), str(path))
+            runs = parse_t4(data) if is_t4(data) else parse_dump(data)
         else:
             raise StoreError(
-                f"{path}: the ending tells the format; use .csv, .parquet, .json or .json.gz"
+                f"{path}: the ending tells the format; use .csv, .parquet, .json, .json.gz, "
+                f"{', '.join(DATABASE_ENDINGS)} or a database URL"
             )
+    except TableError as error:
+        raise StoreError(str(error)) from None
     except (ValueError, KeyError, TypeError, IndexError, OSError, EOFError, csv.Error) as error:
         raise StoreError(f"{path} is not an export of dash: {error}") from error
     return merge(store, runs)
 
 
+def import_database(store: Store, other: str) -> Imported:
+    """Merge every run, row and release of another database, which is only read."""
+    from tuner.results.store import Store as Database
+
+    with Database.open(other, read_only=True) as source:
+        done = Imported()
+        for run in source.runs():
+            rows = source.results(ResultFilter(run_id=run.id), limit=None)
+            fresh = [replace(row, id=None, run_id=None, run_uuid=None) for row in rows]
+            done += merge(store, [(replace(run, id=None), fresh)])
+        for release in source.releases():
+            last = {"last_result_id": store.last_result_id()}
+            done += _merge_release(store, replace(release, id=None, **last))
+        return done
+
+
+def import_table(store: Store, table: LookupTable, where: str) -> Imported:
+    """Make a lookup table a release of its own name."""
+    release = Release(
+        table.gpu,
+        table.release,
+        table.digest,
+        table.to_json(),
+        f"imported from {Path(where).name}",
+        last_result_id=store.last_result_id(),
+        created_at=time_of(table.created),
+    )
+    return _merge_release(store, release)
+
+
+def _merge_release(store: Store, release: Release) -> Imported:
+    named = {there.name: there.digest for there in store.releases(release.gpu)}
+    if release.digest in named.values():
+        return Imported(known=1)
+    if release.name in named:
+        said = f"release {release.name} of {release.gpu} has digest {named[release.name][:12]} here"
+        return Imported(conflicts=(f"{said}, {release.digest[:12]} there",))
+    store.add_release(release)
+    return Imported(releases=1)
+
+
 def merge(store: Store, runs: Iterable[tuple[RunInfo, list[ResultRow]]]) -> Imported:
-    """Add runs with their rows, one transaction a run, skipping what is there."""
-    added = known = 0
+    """Add runs with their rows, one transaction a run, skipping what is there and comparing it."""
+    done = Imported()
     for run, rows in runs:
         run_id = store.start_run(run)
-        before = store.hashes_of_run(run_id)
-        new = [row for row in rows if row.config_hash not in before]
+        there = {
+            row.config_hash: row for row in store.results(ResultFilter(run_id=run_id), limit=None)
+        }
+        new = [row for row in rows if row.config_hash not in there]
+        conflicts = [
+            f"{row.to_problem().label()}: {row.to_config().label()}: {said}"
+            for row in rows
+            if row.config_hash in there and (said := _difference(there[row.config_hash], row))
+        ]
         store.add_many(run_id, new)
-        added, known = added + len(new), known + len(rows) - len(new)
-    return Imported(added, known)
+        done += Imported(len(new), len(rows) - len(new), tuple(conflicts))
+    return done
+
+
+def _difference(here: ResultRow, there: ResultRow) -> str:
+    """The first column in which two rows of one run and config differ, empty where they agree."""
+    for name in ROW_COLUMNS:
+        one, other = getattr(here, name), getattr(there, name)
+        if name not in ("run_uuid", "created_at") and one != other:
+            return f"{name} is {_short(one)} here, {_short(other)} there"
+    return ""
+
+
+def _short(value: Any) -> str:
+    return text if len(text := str(value)) <= 40 else f"{text[:37]}..."
 
 
 def shipped_files() -> list[Path]:
@@ -124,7 +217,7 @@ def _load_release(store: Store, gpu: str, uuids: set[str]) -> None:
         "shipped with the package",
         overall=[winner.to_dict() for winner in overall(winners(rows))],
         last_result_id=store.last_result_id(),
-        created_at=_time(table.created),
+        created_at=time_of(table.created),
     )
     try:
         store.add_release(release)
@@ -139,12 +232,10 @@ def parse_dump(data: Any) -> list[tuple[RunInfo, list[ResultRow]]]:
         raise ValueError('no "kind": "dash-results" at its top')
     if data.get("format") != DUMP_FORMAT:
         raise ValueError(f"format {data.get('format')!r}; this release reads {DUMP_FORMAT}")
-    return [
-        (_run_of(run), [_row_of(run, values) for values in run["rows"]]) for run in data["runs"]
-    ]
+    return [(run_of(run), [_row_of(run, values) for values in run["rows"]]) for run in data["runs"]]
 
 
-def _run_of(run: Mapping[str, Any]) -> RunInfo:
+def run_of(run: Mapping[str, Any]) -> RunInfo:
     if not run.get("uuid"):
         raise ValueError("a run has no uuid")
     return RunInfo(
@@ -154,8 +245,8 @@ def _run_of(run: Mapping[str, Any]) -> RunInfo:
         command=run["command"],
         source=run["source"],
         uuid=run["uuid"],
-        started=_time(run["started"]),
-        finished=_time(run["finished"]),
+        started=time_of(run["started"]),
+        finished=time_of(run["finished"]),
     )
 
 
@@ -166,7 +257,7 @@ def _row_of(run: Mapping[str, Any], values: list[Any]) -> ResultRow:
         raise ValueError(f"unknown column {unknown[0]!r}")
     problem = _problem_of(row)
     config = Config.from_dict(run["configs"][row.pop("config")])
-    row["created_at"] = _time(row.get("created_at"))
+    row["created_at"] = time_of(row.get("created_at"))
     return ResultRow.of(problem, config, gpu=run["gpu"], **row)
 
 
@@ -232,11 +323,11 @@ def _parse_csv(name: str, text: str) -> Any:
     if kind == "bool":
         return {"True": True, "False": False}[text]
     if kind == "time":
-        return _time(text)
+        return time_of(text)
     if kind == "json":
         return json.loads(text)
     return text[1:] if text[0] == "'" and text[1:].startswith(FORMULA_STARTS) else text
 
 
-def _time(text: str | None) -> datetime | None:
+def time_of(text: str | None) -> datetime | None:
     return datetime.fromisoformat(text.replace("Z", "+00:00")) if text else None

@@ -123,7 +123,7 @@ class Sampler:
                 f"the GPU stayed under {reasons} for {paused:.0f} s, so no sample is worth keeping: "
                 "cool it or check its power, then --retry",
             )
-        seconds = min(left, FIRST_PAUSE_S * 2**earlier)
+        seconds = min(left, FIRST_PAUSE_S * 2.0**earlier)
         time.sleep(seconds)
         return seconds
 

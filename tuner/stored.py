@@ -14,6 +14,7 @@ from tuner.space import SpaceFilter
 from tuner.winners import Cell, Winner
 
 PIPED_WIDTH = 200
+LISTED_CONFLICTS = 20
 COLUMNS = (
     "mask",
     "d",
@@ -127,8 +128,9 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 
 
 def export(db: str | None, gpu: str, output: Path, name: str | None) -> None:
-    """Write a lookup table (.json), rows (.csv, .parquet) or every run with its rows (.json.gz)."""
+    """Write a lookup table (.json), rows (.csv, .parquet, .t4.json) or every run with its rows (.json.gz)."""
     from tuner import export as exporting
+    from tuner.t4 import rows_t4
 
     with _open(db) as store:
         gpu = _gpu(store, gpu)
@@ -137,17 +139,21 @@ def export(db: str | None, gpu: str, output: Path, name: str | None) -> None:
             count = _write(output, lambda: exporting.dump_shipped(store, gpu, output))
             print(f"{count} rows of {gpu} in {output}")
             return
-        if output.suffix == ".json":
+        if output.suffix == ".json" and not output.name.endswith(".t4.json"):
             content = exporting.table_json(
                 exporting.lookup_table(store, gpu, name or f"{gpu}-draft")
             )
-        elif output.suffix in (".csv", ".parquet"):
+        elif output.name.endswith((".t4.json", ".csv", ".parquet")):
             rows, runs = store.results(ResultFilter(gpu=gpu), limit=None), store.runs(gpu)
-            make: Any = exporting.rows_csv if output.suffix == ".csv" else exporting.rows_parquet
-            content = make(rows, runs)
+            make: dict[str, Any] = {
+                ".csv": exporting.rows_csv,
+                ".parquet": exporting.rows_parquet,
+                ".json": rows_t4,
+            }
+            content = make[output.suffix](rows, runs)
         else:
             raise UsageError(
-                f"{output}: the ending tells the format; use .json, .csv, .parquet or .json.gz"
+                f"{output}: the ending tells the format; use .json, .csv, .parquet, .t4.json or .json.gz"
             )
         data = content.encode() if isinstance(content, str) else content
         _write(output, lambda: output.write_bytes(data))
@@ -161,13 +167,24 @@ def _write(output: Path, action: Any) -> Any:
         raise UsageError(f"{output} cannot be written: {error.strerror}") from None
 
 
-def import_rows(db: str | None, file: Path) -> None:
-    """Merge a file of rows."""
+def import_rows(db: str | None, source: str) -> int:
+    """Merge a file of rows, a lookup table or another database; 3 when something there is not as it is here."""
     from tuner.importing import import_file
 
     with _open(db, writing=True) as store:
-        done = import_file(store, file)
-        print(f"{done.added} rows added to {store.where}, {done.known} were there already")
+        done = import_file(store, source)
+        releases = f" and {done.releases} releases" if done.releases else ""
+        print(
+            f"{done.added} rows{releases} added to {store.where}, {done.known} were there already"
+        )
+    if not done.conflicts:
+        return 0
+    print(f"{len(done.conflicts)} conflicts: what was there stays")
+    for line in done.conflicts[:LISTED_CONFLICTS]:
+        print(f"  {line}")
+    if len(done.conflicts) > LISTED_CONFLICTS:
+        print(f"  and {len(done.conflicts) - LISTED_CONFLICTS} more")
+    return 3
 
 
 def release(db: str | None, gpu: str, name: str | None, notes: str) -> None:

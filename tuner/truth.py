@@ -54,13 +54,14 @@ def sequences_of(torch: Any, problem: Problem, device: str) -> Any:
         return None
     from dash_kernels.kernels.sequences import Sequences
 
-    starts = []
+    starts: list[Any] = []
     for lengths in zip(*packed_lengths(problem), strict=True):
         ends = [0]
         for length in lengths:
             ends.append(ends[-1] + length)
         starts.append(torch.tensor(ends, dtype=torch.int32, device=device))
-    return Sequences(*starts, problem.seq_len, problem.seq_len_kv)
+    starts_q, starts_k = starts
+    return Sequences(starts_q, starts_k, problem.seq_len, problem.seq_len_kv)
 
 
 def kernel_dims(problem: Problem, backend: str) -> tuple[int, int]:
@@ -120,10 +121,11 @@ def truth_of(
 def _gradients(inputs: Sequence[Any], sequences: Any, how: dict[str, Any]) -> tuple[Any, ...]:
     from dash_kernels.reference import attention_gradients, packed_gradients
 
+    dout, q, k, v = inputs
     if sequences is None:
-        return tuple(attention_gradients(*inputs, **how)[:3])
-    starts = sequences.cu_seqlens_q, sequences.cu_seqlens_k
-    return tuple(packed_gradients(*inputs, *starts, **how)[:3])
+        return tuple(attention_gradients(dout, q, k, v, **how)[:3])
+    starts_q, starts_k = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+    return tuple(packed_gradients(dout, q, k, v, starts_q, starts_k, **how)[:3])
 
 
 def spread(total: int, count: int) -> list[int]:

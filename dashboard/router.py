@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -166,13 +166,18 @@ class Board:
         return [p for p in found if (p.mask, p.head_dim) == (filters.mask, filters.head_dim)]
 
 
-def create_router(store: Store, snapshots: Snapshots, default_gpu: str | None = None) -> APIRouter:
-    """Pages over ``store``. Nothing here is part of the API's schema."""
+def create_router(
+    store: Store,
+    snapshots: Snapshots,
+    default_gpu: str | None = None,
+    reading: Sequence[Any] = (),
+) -> APIRouter:
+    """Pages over ``store``. Nothing here is part of the API's schema. ``reading`` are dependencies of what reads it."""
     router = APIRouter(include_in_schema=False)
     board = Board(store, snapshots, default_gpu)
     templates = templates_with(prefix)
 
-    @router.get("/")
+    @router.get("/", dependencies=reading)
     def index(request: Request) -> Response:
         gpus, snapshot, filters, notices = board.view(request)
         if snapshot is None:
@@ -193,7 +198,7 @@ def create_router(store: Store, snapshots: Snapshots, default_gpu: str | None = 
         )
         return templates.TemplateResponse(request, "index.html", {"page": page})
 
-    @router.get("/figures/{name}")
+    @router.get("/figures/{name}", dependencies=reading)
     def figure(request: Request, name: str) -> Response:
         theme = theme_named(request.query_params.get("theme", "light"))
         _, snapshot, filters, _ = board.view(request)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import APIRouter, Depends, FastAPI
 from fastapi.middleware.cors import CORSMiddleware
 
@@ -47,21 +49,23 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
     context = Context(store, snapshots, settings, fresh, Tokens.of(settings))
     metrics = Metrics(store, snapshots)
     errors.install(app, settings.retry_after_s)
-    api: list[APIRouter] = [
-        best.create(context),
-        results.create(context),
-        releases.create(context),
-        status.create_gpus(context),
-        schedules.create(),
+    reading = [Depends(context.answering)]
+    api: list[tuple[APIRouter, list[Any]]] = [
+        (best.create(context), []),  # asks for the state itself
+        (results.create(context), reading),
+        (releases.create(context), reading),
+        (status.create_gpus(context), reading),
+        (schedules.create(), []),
     ]
-    for router in api:
-        app.include_router(router)
+    for router, needs in api:
+        app.include_router(router, dependencies=needs)
     app.include_router(status.create(context, metrics))
-    for router in api:
-        app.include_router(router, prefix=VERSION_PREFIX)
+    for router, needs in api:
+        app.include_router(router, prefix=VERSION_PREFIX, dependencies=needs)
     app.include_router(docs.create(app))
     openapi.install(app, settings.root_path)
-    app.include_router(create_router(store, context.snapshots, settings.default_gpu))
+    pages = create_router(store, context.snapshots, settings.default_gpu, reading)
+    app.include_router(pages)
     app.add_middleware(Cacheable)
     if settings.cors_origins:
         app.add_middleware(

@@ -23,6 +23,8 @@ log = logging.getLogger("dash.server")
 
 MEMORY = "sqlite://"
 GRACE_SECONDS = 10
+SQLITE_BUSY = "DASH_SQLITE_BUSY_S"
+BUSY_SECONDS = 5  # a request waits this long for another writer, then it is 503 with Retry-After
 SHARED_METRICS = "PROMETHEUS_MULTIPROC_DIR"
 
 
@@ -62,6 +64,7 @@ def serve(
     listener = _listen(host, port)
     settings = _settings()
     logs.configure(as_json=settings.log == "json")
+    os.environ.setdefault(SQLITE_BUSY, str(BUSY_SECONDS))
     where = _prepare(settings)
     shown = f"[{host}]" if ":" in host else host
     typer.echo(f"dash-serve: http://{shown}:{listener.getsockname()[1]} serves {where}", err=True)

@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import Any
 
 from fastapi.responses import JSONResponse
+from starlette.concurrency import run_in_threadpool
 
 from dash_kernels.device import GPUS
 from dashboard.snapshot import Snapshots
@@ -32,6 +33,11 @@ class Context:
     settings: Settings
     fresh: Fresh
     tokens: Tokens
+
+    async def answering(self) -> None:
+        """Dependency of every call that reads the database: 503 where it is away, also where its file is gone."""
+        if self.fresh.peek() is None:
+            await run_in_threadpool(self.fresh.now)
 
     def default_gpu(self) -> str:
         """The setting, else :meth:`Snapshots.default_gpu`. 404 where nothing is stored."""

@@ -71,17 +71,25 @@ class PostgresServer:
         if made.returncode:
             self.stop()
             raise NoPostgres(f"initdb failed: {made.stderr.strip()}")
-        options = ["-c", "fsync=off", "-c", "listen_addresses=", "-c", "max_connections=60"]
-        with log.open("wb") as out:
-            self._process = subprocess.Popen(
-                [binaries / "postgres", "-D", data, "-k", folder, *options],
-                cwd=folder,
-                stdout=out,
-                stderr=out,
-                **identity,
-            )
+        options = ["-c", "fsync=off", "-c", "listen_addresses=", "-c", "max_connections=200"]
+        self._command = [binaries / "postgres", "-D", data, "-k", folder, *options]
+        self._identity, self._log = identity, log
         self.url = f"postgresql://postgres@/postgres?host={folder}"
-        self._wait(log)
+        self.launch()
+
+    def launch(self) -> None:
+        """Start the server process; after :meth:`crash`, on what the one before left on disk."""
+        with self._log.open("ab") as out:
+            self._process = subprocess.Popen(
+                self._command, cwd=self._folder, stdout=out, stderr=out, **self._identity
+            )
+        self._wait(self._log)
+
+    def crash(self) -> None:
+        """End it at once, as a power cut would: no goodbye to clients, recovery at the next launch."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGQUIT)
+        self._process.wait(30)
 
     def _wait(self, log: Path) -> None:
         import psycopg

@@ -62,6 +62,7 @@ def create(context: Context) -> APIRouter:
     @router.get("/table", responses={**FAILURES, **UNCHANGED})
     def get_table(request: Request, query: Annotated[TableQuery, Query()]) -> Response:
         """The lookup table that the dispatcher loads: the newest release of the GPU, or the one named; else the shipped one."""
+        context.fresh.now()
         gpu = context.gpu(query.gpu)
         release = context.release(gpu, query.release)
         if release is None:

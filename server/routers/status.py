@@ -66,6 +66,7 @@ def create(context: Context, metrics: Metrics) -> APIRouter:
     )
     def get_health(_: Annotated[NoQuery, Query()]) -> StrictJson:
         """200 while the database answers."""
+        context.fresh.now()
         context.store.ping()
         body = {
             "status": "ok",

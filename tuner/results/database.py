@@ -20,6 +20,7 @@ from tuner.results.rows import StoreError, StoreUnavailable
 log = logging.getLogger("dash.results")
 
 BUSY_SECONDS = 30.0
+BUSY_VARIABLE = "DASH_SQLITE_BUSY_S"
 JOURNAL_VARIABLE = "DASH_SQLITE_JOURNAL"
 CHOOSE = "pass --db PATH or set DASH_DB"
 
@@ -131,7 +132,7 @@ def _explain(reason: str, url: URL, disconnected: bool) -> StoreError:
         return StoreUnavailable(f"{where}: the disk is full; free space and try again")
     if "locked" in low or "busy" in low:
         return StoreUnavailable(
-            f"{where} is held by another writer for over {BUSY_SECONDS:.0f} s; try again"
+            f"{where} is held by another writer for over {busy_seconds():g} s; try again"
         )
     if "does not exist" in low or "authentication failed" in low:
         return StoreError(f"{where} cannot be opened ({reason}); create it, or {CHOOSE}")
@@ -150,7 +151,7 @@ def _sqlite_engine(target: str, **options: Any) -> Engine:
 
     def connect() -> sqlite3.Connection:
         connection = sqlite3.connect(
-            target, timeout=BUSY_SECONDS, check_same_thread=False, uri=True
+            target, timeout=busy_seconds(), check_same_thread=False, uri=True
         )
         connection.isolation_level = None  # transactions are begun below, not by the driver
         connection.execute("PRAGMA foreign_keys = ON")
@@ -166,6 +167,15 @@ def _sqlite_engine(target: str, **options: Any) -> Engine:
         connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
     return engine
+
+
+def busy_seconds() -> float:
+    """How long to wait for another writer of a SQLite file: DASH_SQLITE_BUSY_S, else half a minute."""
+    text_ = os.environ.get(BUSY_VARIABLE) or str(BUSY_SECONDS)
+    try:
+        return max(0.0, float(text_))
+    except ValueError:
+        raise StoreError(f"{BUSY_VARIABLE} is {text_!r}; give seconds, such as 5") from None
 
 
 def _file_engine(path: Path, query: str = "") -> Engine:

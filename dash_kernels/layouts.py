@@ -12,17 +12,17 @@ STRIDE_ELEMENTS = (
 )
 
 
-def kernel_ready(x: Tensor, *, copies: bool = True) -> Tensor:
+def kernel_ready(x: Tensor, *, copies: bool = True, elements: int = STRIDE_ELEMENTS) -> Tensor:
     """``x`` (B, S, H, D) if the kernels can read it in place, else a contiguous copy.
 
-    They need the last dimension contiguous, the other strides multiples of 16 elements, and a 16-byte aligned base; a
-    dimension of size 1 counts too, since its stride is written into the TMA descriptor. ``copies``: a stride of 0 (one
-    head shown to many) is copied as well; only TMA needs that.
+    They need the last dimension contiguous, the other strides multiples of so many ``elements``, and a 16-byte aligned
+    base; a dimension of size 1 counts too, since its stride is written into the TMA descriptor. ``copies``: a stride of
+    0 (one head shown to many) is copied as well; only TMA needs that.
     """
     batch, row, head, column = x.stride()
     ready = (
         column == 1
-        and not (batch | row | head) % STRIDE_ELEMENTS
+        and not (batch | row | head) % elements
         and not (copies and not (batch and row and head))
         and not x.data_ptr() % BASE_BYTES
     )

@@ -1,8 +1,11 @@
-"""Forward pass behind one function that fixes its alignment, layout and order, whichever kernel runs it.
+"""Forward pass behind one function: it picks the kernel, and fixes alignment, layout and order whichever runs.
 
-PyTorch's flash attention: aten's dense entry splits the keys over CTAs by how full the GPU is, so that its bits depend
-on batch, heads and SMs. The entry for packed sequences never splits when every sequence has its own queries; it is
-called here with sequences of equal length, so a sample's output has the same bits alone and in a batch.
+PyTorch's flash attention, or where that has no answer (softcap) the portable kernel. The choice looks at options, never at
+batch, heads or SMs; numerics.FORWARD_BACKEND names the rule.
+
+PyTorch's dense entry splits the keys over CTAs by how full the GPU is, so that its bits depend on batch, heads and SMs.
+The entry for packed sequences never splits when every sequence has its own queries; it is called here with sequences of
+equal length, so a sample's output has the same bits alone and in a batch.
 """
 
 from __future__ import annotations
@@ -30,10 +33,14 @@ def forward(
     a row that sees no key gives zeros and +inf. With ``sequences`` (kernels.sequences.Sequences) B is 1 and the rows
     are packed.
     """
-    if softcap:
-        raise NotImplementedError("softcap: no forward kernel of this release caps scores yet")
-    q, k, v = (kernel_ready(x, copies=False) for x in (q, k, v))
-    return _flash(q, k, v, causal, scale, window, sequences)
+    q, k, v = (kernel_ready(x, copies=False, elements=8) for x in (q, k, v))
+    if not softcap:
+        return _flash(q, k, v, causal, scale, window, sequences)
+    from dash_kernels.kernels.forward_portable import forward_portable
+
+    return forward_portable(
+        q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, sequences=sequences
+    )
 
 
 def _flash(
@@ -80,7 +87,19 @@ def _flash_packed(
     starts_q: Tensor, starts_k: Tensor, longest_q: int, longest_k: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(total, H, D) and (H, total) of packed sequences."""
-    group = q.shape[1] // k.shape[1]
+    heads, heads_kv = q.shape[1], k.shape[1]
+    group = heads // heads_kv
+    if heads > LARGEST_GRID:
+        step = max(1, LARGEST_GRID // group)
+        parts = [
+            _flash_packed(
+                q[:, at * group : (at + step) * group], k[:, at : at + step], v[:, at : at + step],
+                causal, scale, window, starts_q, starts_k, longest_q, longest_k,
+            )
+            for at in range(0, heads_kv, step)
+        ]  # fmt: skip
+        outs, lses = zip(*parts, strict=True)
+        return torch.cat(outs, 1), torch.cat(lses)
     if longest_q == 1 and group > 1:
         # With one query and grouped heads aten folds the group into the rows and splits the keys after all.
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))

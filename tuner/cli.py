@@ -18,6 +18,9 @@ Db = Annotated[
 ]
 GpuName = Annotated[str, typer.Option("--gpu", help="GPU whose rows are meant, for instance h200.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
+KeptBits = Annotated[
+    str, typer.Option("--numerics-key", help="Winners among the configs of this numerics key.")
+]
 Values = list[str] | None
 
 
@@ -80,6 +83,9 @@ def sweep(
     engine: Annotated[
         str, typer.Option(help="local: the GPUs of this host; ray: those of a cluster.")
     ] = "local",
+    numerics_key: Annotated[
+        str, typer.Option(help="Only configs that keep the bits of this numerics key.")
+    ] = "",
     compile_only: Annotated[
         bool, typer.Option(help="No GPU: registers, spills, shared memory.")
     ] = False,
@@ -134,6 +140,7 @@ def sweep(
         engine=engine,
         fresh=fresh,
         retry=retry,
+        numerics_key=numerics_key,
         compile_only=compile_only,
         simulate=simulate,
         dry_run=dry_run,
@@ -157,13 +164,14 @@ def show(
     mask: Annotated[str | None, typer.Option()] = None,
     head_dim: Annotated[int | None, typer.Option()] = None,
     source: Annotated[str, typer.Option(help="measured, compiled or modelled.")] = "measured",
+    numerics_key: KeptBits = "",
     db: Db = None,
     as_json: AsJson = False,
 ) -> None:
     """Winners by shape: the best config safe to serve, the best of all, and the baselines."""
     from tuner import stored
 
-    stored.show(db, gpu, mask, head_dim, source, as_json)
+    stored.show(db, gpu, mask, head_dim, source, as_json, numerics_key)
 
 
 @app.command()
@@ -179,11 +187,12 @@ def export(
     name: Annotated[
         str | None, typer.Option(help="Release name to write into a lookup table.")
     ] = None,
+    numerics_key: KeptBits = "",
 ) -> None:
     """Write the lookup table or the rows of a GPU; the ending of the file tells the format."""
     from tuner import stored
 
-    stored.export(db, gpu, output, name)
+    stored.export(db, gpu, output, name, numerics_key)
 
 
 @app.command("import")

@@ -26,6 +26,7 @@ from tuner.report import duration, failure_line, make_reporter
 from tuner.results import Store
 from tuner.results.rows import LEASE_S
 from tuner.resume import nothing_to_do, remembered_environment
+from tuner.same_bits import keeping
 from tuner.space import Candidate, SpaceFilter, space, validate
 from tuner.sweep import Sweep, items_of
 from tuner.worker import WorkerStartError
@@ -68,6 +69,7 @@ class SweepRequest:
     lease_s: float = LEASE_S
     fresh: bool = False
     retry: bool = False
+    numerics_key: str = ""
     compile_only: bool = False
     simulate: bool = False
     dry_run: bool = False
@@ -205,6 +207,12 @@ def _candidates(request: SweepRequest, target: Target) -> list[Candidate]:
         raise UsageError("--simulate goes with --compile-only: a sweep on a GPU measures")
     try:
         validate(request.filters)
+        if request.numerics_key:
+            with Store.open(request.db) as store:
+                store.load_shipped()
+                return keeping(
+                    request.numerics_key, request.filters, target.capability, target.name, store
+                )
         candidates = space(target.capability, request.filters)
     except ValueError as error:
         raise UsageError(str(error)) from None
@@ -235,8 +243,8 @@ def _list(request: SweepRequest, target: Target, candidates: Sequence[Candidate]
             continue
         refused = f"  ({candidate.support.reason})" if not candidate.runnable else ""
         print(
-            f"{problem.mask:7}d={problem.head_dim:<4} seq_len={problem.seq_len:<6} {problem.dtype} batch={problem.batch:<3} "
-            f"heads={problem.heads:<3} {config.label()}{refused}"
+            f"{problem.label():46} batch={problem.batch:<3} heads={problem.heads}/{problem.heads_kv:<3} "
+            f"{config.label()}{refused}"
         )
     if not request.as_json:
         print(f"{len(candidates)} configs for {target.name}; nothing was run")

@@ -117,8 +117,8 @@ def import_database(store: Store, other: str) -> Imported:
             fresh = [replace(row, id=None, run_id=None, run_uuid=None) for row in rows]
             done += merge(store, [(replace(run, id=None), fresh)])
         for release in source.releases():
-            last = {"last_result_id": store.last_result_id()}
-            done += _merge_release(store, replace(release, id=None, **last))
+            last = store.last_result_id()
+            done += _merge_release(store, replace(release, id=None, last_result_id=last))
         return done
 
 

@@ -10,6 +10,7 @@ from dash_kernels.problem import MASKS
 from tuner.command import UsageError
 from tuner.results import ResultFilter, Store
 from tuner.results.rows import SOURCES
+from tuner.same_bits import winners_keeping
 from tuner.space import SpaceFilter
 from tuner.winners import Cell, Winner
 
@@ -54,15 +55,25 @@ def _gpu(store: Store, gpu: str) -> str:
 
 
 def show(
-    db: str | None, gpu: str, mask: str | None, head_dim: int | None, source: str, as_json: bool
+    db: str | None,
+    gpu: str,
+    mask: str | None,
+    head_dim: int | None,
+    source: str,
+    as_json: bool,
+    numerics_key: str = "",
 ) -> None:
-    """Print the winners of each cell."""
+    """Print the winners of each cell, of one numerics key where it is given."""
     for option, value, known in (("mask", mask, MASKS), ("source", source, SOURCES)):
         if value is not None and value not in known:
             raise UsageError(f"unknown {option} {value!r}; choose from {', '.join(known)}")
     with _open(db) as store:
         gpu = _gpu(store, gpu)
-        cells = store.winners(gpu, ResultFilter(mask=mask, head_dim=head_dim), source=source)
+        filters = ResultFilter(mask=mask, head_dim=head_dim)
+        if numerics_key:
+            cells = winners_keeping(store, gpu, filters, numerics_key)
+        else:
+            cells = store.winners(gpu, filters, source=source)
         if as_json:
             print(
                 json.dumps(
@@ -93,7 +104,11 @@ def _print_cells(gpu: str, source: str, cells: list[Cell]) -> None:
 
 
 def _cell_row(cell: Cell) -> list[str]:
-    shape = [cell.mask, str(cell.head_dim), str(cell.seq_len), cell.dtype]
+    problem = cell.best.row.to_problem()
+    words = problem.label().split()
+    shape = [cell.mask, words[1].removeprefix("d="), str(cell.seq_len), " ".join(words[3:])]
+    if cell.head_group > 1:
+        shape[3] += f" head group {cell.head_group}"
     served, best = cell.served, cell.best
     if served is None:
         return [*shape, *["-"] * 6, _named(best)]
@@ -127,7 +142,9 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
     return "-" if value is None else format(value, form) + unit
 
 
-def export(db: str | None, gpu: str, output: Path, name: str | None) -> None:
+def export(
+    db: str | None, gpu: str, output: Path, name: str | None, numerics_key: str = ""
+) -> None:
     """Write a lookup table (.json), rows (.csv, .parquet, .t4.json) or every run with its rows (.json.gz)."""
     from tuner import export as exporting
     from tuner.t4 import rows_t4
@@ -140,11 +157,14 @@ def export(db: str | None, gpu: str, output: Path, name: str | None) -> None:
             print(f"{count} rows of {gpu} in {output}")
             return
         if output.suffix == ".json" and not output.name.endswith(".t4.json"):
-            content = exporting.table_json(
-                exporting.lookup_table(store, gpu, name or f"{gpu}-draft")
+            cells = (
+                winners_keeping(store, gpu, ResultFilter(), numerics_key) if numerics_key else None
             )
+            table = exporting.lookup_table(store, gpu, name or f"{gpu}-draft", cells=cells)
+            content = exporting.table_json(table)
         elif output.name.endswith((".t4.json", ".csv", ".parquet")):
-            rows, runs = store.results(ResultFilter(gpu=gpu), limit=None), store.runs(gpu)
+            only = ResultFilter(gpu=gpu, numerics_key=numerics_key or None)
+            rows, runs = store.results(only, limit=None), store.runs(gpu)
             make: dict[str, Any] = {
                 ".csv": exporting.rows_csv,
                 ".parquet": exporting.rows_parquet,

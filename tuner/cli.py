@@ -269,12 +269,26 @@ def peers(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """GPU, driver, compiler, clocks: what is there, what is missing, and the remedy."""
+def doctor(
+    why: Annotated[
+        str,
+        typer.Option(help="A row's number, or a problem ('causal d=128 seq_len=4096'): explain."),
+    ] = "",
+    gpu: GpuName = "",
+    db: Db = None,
+    as_json: AsJson = False,
+) -> None:
+    """GPU, driver, compiler, clocks: what is there, what is missing, and the remedy; or why a lookup answers as it does."""
     import json
     from dataclasses import asdict
 
     from tuner.doctor import examine
+
+    if why:
+        from tuner import stored
+
+        stored.explain(db, gpu, why, as_json)
+        return
 
     checks = examine()
     if as_json:

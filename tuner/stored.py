@@ -216,6 +216,24 @@ def release(db: str | None, gpu: str, name: str | None, notes: str) -> None:
         print(f"release {made.id}: {made.name}, digest {made.digest[:12]}")
 
 
+def explain(db: str | None, gpu: str, about: str, as_json: bool) -> None:
+    """Print why a lookup answers as it does, or why a row does not decide here."""
+    from dash_kernels.device import NoGpuError
+    from tuner.why import explain as explained
+
+    with _open(db) as store:
+        try:
+            found = explained(about, store, gpu)
+        except (ValueError, NoGpuError) as error:
+            raise UsageError(str(error)) from None
+    if as_json:
+        print(json.dumps(found.to_dict()))
+        return
+    print(f"{found.about}\n  {found.answer}")
+    for reason in found.reasons:
+        print(f"  - {reason}")
+
+
 def verify(filters: SpaceFilter, runs: int, as_json: bool) -> int:
     """Check what the dispatcher serves on this GPU; 0 when every shape passes, 1 when one does not."""
     from dataclasses import asdict

@@ -199,12 +199,12 @@ def application() -> object:
 
 
 def _warm(context: Context) -> None:
-    """Take the default GPU's snapshot before somebody asks for it: of a large database that takes seconds."""
+    """Take every GPU's snapshot before somebody asks for it, the default one first: of a large database that takes seconds."""
     from tuner.results.rows import StoreError
 
     try:
-        gpu = context.snapshots.default_gpu()
-        if gpu is not None:
+        first = context.snapshots.default_gpu()
+        for gpu in sorted(context.snapshots.gpus(), key=lambda gpu: gpu != first):
             context.snapshots.of(gpu)
     except StoreError as error:
         log.warning("%s", error)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Query, Request, Response
+from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 
 from dash_kernels.lookup import TABLES, LookupTable, TableError
@@ -33,11 +34,31 @@ UNCHANGED: dict[int | str, dict[str, Any]] = {
 }
 
 
+def held_route(peek: Callable[[Request], Response | None]) -> type[APIRoute]:
+    """A route that asks ``peek`` first: an answer that is held was checked when it was made, by the same query string."""
+
+    class HeldRoute(APIRoute):
+        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+            compute = super().get_route_handler()
+
+            async def handler(request: Request) -> Response:
+                held = peek(request)
+                return await compute(request) if held is None else held
+
+            return handler
+
+    return HeldRoute
+
+
 def create(context: Context) -> APIRouter:
     router = APIRouter(tags=["lookup"])
     answers = Answers()
 
-    @router.get("/best", response_model=BestAnswer, responses={**FAILURES, **UNCHANGED})
+    def peek(request: Request) -> Response | None:
+        state = context.fresh.peek()
+        body = answers.peek(state, request.scope["query_string"]) if state else None
+        return None if body is None else _send(request, body)
+
     async def get_best(request: Request, query: Annotated[BestQuery, Query()]) -> Response:
         """The fastest configuration for a mask and head_dim, over all measured lengths and at each of them.
 
@@ -45,19 +66,23 @@ def create(context: Context) -> APIRouter:
         length or at the nearest. Everything but lengths, batch and heads must match exactly; `ladder` says which rung
         answered and why those above it did not. The newest release of the GPU answers; a draft only who asks for it.
         """
+        question, allowed = _question(context, query), _allowed(query)
+        state = await run_in_threadpool(context.fresh.now)
+
+        def compute() -> dict[str, Any]:
+            return climb(context, question(), **allowed)
+
         key = request.scope["query_string"]
-        state = context.fresh.peek()
-        if state is None:
-            state = await run_in_threadpool(context.fresh.now)
-        body = answers.peek(state, key)
-        if body is None:
-            question, allowed = _question(context, query), _allowed(query)
-
-            def compute() -> dict[str, Any]:
-                return climb(context, question(), **allowed)
-
-            body = await run_in_threadpool(answers.get, state, key, compute)
+        body = await run_in_threadpool(answers.get, state, key, compute)
         return _send(request, body)
+
+    router.add_api_route(
+        "/best",
+        get_best,
+        response_model=BestAnswer,
+        responses={**FAILURES, **UNCHANGED},
+        route_class_override=held_route(peek),
+    )
 
     @router.get("/table", responses={**FAILURES, **UNCHANGED})
     def get_table(request: Request, query: Annotated[TableQuery, Query()]) -> Response:

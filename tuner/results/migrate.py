@@ -13,7 +13,7 @@ from sqlalchemy import Connection, inspect, text
 from tuner.results.rows import StoreError
 
 VERSION_TABLE = "dash_schema_version"
-REVISIONS = ("0001", "0002", "0003")  # oldest first; a test holds them to the scripts
+REVISIONS = ("0001", "0002", "0003", "0004")  # oldest first; a test holds them to the scripts
 HEAD = REVISIONS[-1]
 SCRIPTS = Path(__file__).parent / "migrations"
 

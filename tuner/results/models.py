@@ -92,6 +92,8 @@ class Result(Base):
             "dash_results_cell", "gpu", "source", "status", "mask", "head_dim", "dtype", "seq_len"
         ),
         Index("dash_results_created", "created_at"),
+        Index("dash_results_gpu", "gpu", "id"),
+        Index("dash_results_status", "status", "id"),
         {"sqlite_autoincrement": True},
     )
 

@@ -107,7 +107,7 @@ def backward(
         return dq, dk, dv, dsink
     from dash_kernels.kernels.tails import clear_gradient_tails
 
-    clear_gradient_tails(*sequences[:2], dq[0], dk[0], dv[0])
+    clear_gradient_tails(sequences.cu_seqlens_q, sequences.cu_seqlens_k, dq[0], dk[0], dv[0])
     return dq[0], dk[0], dv[0], dsink
 
 

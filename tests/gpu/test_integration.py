@@ -15,11 +15,14 @@ PROBLEM = Problem("causal", 128, 300, batch=2, heads=4, heads_kv=2)
 
 def test_case_14_opcheck() -> None:
     dout, q, k, v = make_inputs(PROBLEM)
-    options = (True, 0.1, "", [], True, False, 0)
-    torch.library.opcheck(torch.ops.dash.attention.default, (q, k, v, *options))
-    out, lse = torch.ops.dash.attention(q, k, v, *options)
-    tensors = tuple(x.detach() for x in (dout, q, k, v, out, lse))
-    torch.library.opcheck(torch.ops.dash.attention_backward.default, (*tensors, *options))
+    options = (0, 0, True, -1, -1, 0.1, 0.0, "", [], True, False, 0)
+    torch.library.opcheck(torch.ops.dash.attention.default, (q, k, v, None, None, None, *options))
+    out, lse = torch.ops.dash.attention(q, k, v, None, None, None, *options)
+    dout, q, k, v, out, lse = (x.detach() for x in (dout, q, k, v, out, lse))
+    torch.library.opcheck(
+        torch.ops.dash.attention_backward.default,
+        (dout, None, q, k, v, None, None, None, out, lse, *options),
+    )
 
 
 def test_case_14_one_compiled_graph_serves_every_length() -> None:

@@ -72,12 +72,12 @@ def _flash_equal(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """A batch as packed sequences of equal length."""
     batch, seq_len, heads, _ = q.shape
-    starts = [
-        torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
-        for length in lengths
-    ]
+    starts = {
+        length: torch.arange(0, (batch + 1) * length, length, dtype=torch.int32, device=q.device)
+        for length in set(lengths)
+    }
     rows = [x.reshape(-1, *x.shape[2:]) for x in (q, k, v)]
-    out, lse = _flash_packed(*rows, causal, scale, window, *starts, *lengths)
+    out, lse = _flash_packed(*rows, causal, scale, window, *(starts[x] for x in lengths), *lengths)
     lse = lse.reshape(heads, batch, seq_len).transpose(0, 1)
     return out.reshape(batch, seq_len, heads, -1), lse.contiguous()
 

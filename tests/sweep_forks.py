@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ class SweepForks:
         return int(self._server.stdout.readline())
 
     def start(self, db: str, gpus: int = 1, log: Path | None = None, **values: Any) -> int:
-        """The pid of a new sweep. ``values`` are ``filters`` (keywords), ``env``, or fields of SweepRequest."""
+        """The pid of a new sweep. ``values`` are ``filters`` (keywords), ``env``, or fields of SweepRequest.
+
+        With ``own_machine`` the others take it for a process of another host, of which they learn by its heartbeat only.
+        """
         return self._ask(
             {"do": "start", "db": db, "gpus": gpus, "log": str(log or os.devnull), **values}
         )
@@ -70,19 +74,26 @@ def _start(message: dict[str, Any]) -> int:
         code = _run(message)
     except KeyboardInterrupt:
         code = 130
+    except BaseException:
+        traceback.print_exc()
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
         sys.stdout.flush()
         os._exit(code)
 
 
 def _run(message: dict[str, Any]) -> int:
     import tuner.command
+    import tuner.results.claims
     from tuner.command import SweepRequest, run_sweep
     from tuner.nvml import VisibleGpu
     from tuner.space import SpaceFilter
 
-    kept = ("do", "db", "gpus", "log", "env", "filters")
+    kept = ("do", "db", "gpus", "log", "env", "filters", "own_machine")
     os.environ.update(message.get("env", {}))
+    if message.get("own_machine"):
+        machine = f"machine-{os.getpid()}"
+        tuner.results.claims._machine = lambda: machine  # type: ignore[assignment]
     fakes = [
         VisibleGpu(place, f"GPU-{place}", "NVIDIA H200", (9, 0)) for place in range(message["gpus"])
     ]

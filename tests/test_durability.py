@@ -96,16 +96,16 @@ def test_a_sweep_killed_at_50_random_moments_loses_at_most_the_config_in_hand_ea
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ctrl_c_twice_is_safe_at_any_moment(forks: SweepForks, tmp_path: Path, number: int) -> None:
-    db, moments = str(tmp_path / "rows.db"), random.Random()
+    db, log, moments = str(tmp_path / "rows.db"), tmp_path / "log", random.Random()
     for _ in range(4):
         before = len(measured(tmp_path))
-        pid = forks.start(db, filters=SHAPES, env={"DASH_QUICK_S": "0.05"})
+        pid = forks.start(db, filters=SHAPES, env={"DASH_QUICK_S": "0.05"}, log=log)
         wait_for_work(forks, pid, tmp_path, before)
         os.kill(pid, number)
         time.sleep(moments.uniform(0, 0.05))
         if not forks.ended(pid):
             os.kill(pid, number)
-        assert forks.wait(pid) in (130, -number)
+        assert forks.wait(pid) in (130, -number), log.read_text()
     assert forks.wait(forks.start(db, filters=SHAPES)) == 0
     assert_complete(db)
 

@@ -42,9 +42,10 @@ def cluster() -> Iterator[Any]:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
         patch.setenv("DASH_QUICK_S", "0.1")
         made = Cluster()
-        for names in (H200, f"{H200},{H100}"):
+        quick = {"health_check_period_ms": 500, "health_check_timeout_ms": 500}
+        for names, config in ((H200, quick), (f"{H200},{H100}", None)):
             gpus = {"num_gpus": len(names.split(",")), "env_vars": {"DASH_FAKE_GPUS": names}}
-            made.add_node(num_cpus=1, include_dashboard=False, **gpus)
+            made.add_node(num_cpus=1, include_dashboard=False, _system_config=config, **gpus)
         patch.setenv("RAY_ADDRESS", made.address)
         yield made
         ray.shutdown()

@@ -55,10 +55,10 @@ class Preparation:
 
     def hand_out(self) -> None:
         for slot in self.compilers.idle_slots():
-            queue = self._compiles or self._others
-            if not queue:
+            found = self._next()
+            if found is None:
                 break
-            key, item = queue.popleft()
+            key, item = found
             self._begun.add(key)
             task = {
                 "kind": key[0],
@@ -67,6 +67,25 @@ class Preparation:
                 "cooperative": self.residents(item) > 1,
             }
             self.compilers.submit(slot, key, task, self.settings.compile_timeout_s)
+
+    def _next(self) -> tuple[Key, Item] | None:
+        """What a waiting candidate needs next; what only candidates in other hands need is passed over."""
+        for queue in (self._compiles, self._others):
+            while queue:
+                key, item = queue.popleft()
+                if item.state == "waiting" or self._is_needed(key):
+                    return key, item
+                self._begun.discard(key)
+        return None
+
+    def _is_needed(self, key: Key) -> bool:
+        needs = {"prove": "prove_key", "predict": "predict_key", "compile": "kernel_key"}[key[0]]
+        return any(getattr(item, needs) == key[1] for item in self.items if item.state == "waiting")
+
+    def again(self, items: Sequence[Item]) -> None:
+        """These candidates wait again: prepare what was passed over while they were in other hands."""
+        self._queue()
+        self._want_kernels(item for item in items if (proof := self.proof(item)) and proof.ok)
 
     def collect(self) -> None:
         """Keep what the compile processes have found; a proof names the kernels that its candidates need next."""

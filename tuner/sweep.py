@@ -191,15 +191,17 @@ class Sweep:
     def _learn_of_others(self) -> None:
         """Take note of what other processes have finished, and of what they have given back."""
         idle = not any(item.state == "running" for item in self.items)
-        done = self._share.refresh(idle=idle)
-        for item, status in done:
+        news = self._share.refresh(idle=idle)
+        for item, status in news.done:
             self.summary.elsewhere += 1
             self.summary.usable += status == "ok"
             self.summary.failed_before += status != "ok"
             if status == "ok" and self._is_baseline(item):
                 self.baselines[item.problem] = item.config
-        if done:
-            self.reporter.elsewhere(len(done))
+        if news.done:
+            self.reporter.elsewhere(len(news.done))
+        if news.back:
+            self.prepared.again(news.back)
 
     def _hand_out(self) -> None:
         self.prepared.hand_out()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from uuid import uuid4
 
 from tuner.plan import Item, SweepSettings
@@ -12,6 +13,14 @@ from tuner.results.claims import Claim, ClaimLost, Claims
 
 ASKED_AT_ONCE = 16  # candidates that one claim may choose from
 REFRESH_S = 2.0
+
+
+@dataclass
+class News:
+    """Items that got their row in another process, with its status, and those that wait here again."""
+
+    done: list[tuple[Item, str]] = field(default_factory=list)
+    back: list[Item] = field(default_factory=list)
 
 
 class Share:
@@ -27,11 +36,13 @@ class Share:
         if settings.fresh:  # what is measured anew is shared with those who were told so only
             scope += f":{settings.share or uuid4().hex}"
         self.claims = Claims(store, scope, lease_s=settings.lease_s)
+        self._items: Sequence[Item] = ()
         self._elsewhere: dict[str, Item] = {}
         self._refreshed = time.monotonic()
 
     def offer(self, items: Sequence[Item]) -> None:
         """Put up for taking what has no row yet, and with ``--retry`` what is to be done again."""
+        self._items = items
         hashes = {item.hash for item in items}
         reopen: set[str] = set()
         if self.settings.retry:
@@ -44,15 +55,25 @@ class Share:
         self.claims.offer(hashes, reopen)
 
     def take(self, items: Sequence[Item]) -> Item | None:
-        """Claim the first of these that is free; those before it that are not become ``elsewhere``."""
-        for start in range(0, len(items), ASKED_AT_ONCE):
-            asked = items[start : start + ASKED_AT_ONCE]
-            claims = self.claims.take([item.hash for item in asked])
-            for item in asked:
-                if claims and item.hash == claims[0].config_hash:
-                    return item
-                self._give_up(item)
+        """Claim the first of these that is free; those before it that are not become ``elsewhere``.
+
+        None where the first few are all taken; the caller asks again with what still waits.
+        """
+        asked = items[:ASKED_AT_ONCE]
+        claims = self.claims.take([item.hash for item in asked])
+        for item in asked:
+            if claims and item.hash == claims[0].config_hash:
+                return item
+            self._give_up(item)
+        self._look_around()
         return None
+
+    def _look_around(self) -> None:
+        """Others have been faster: learn at once what is left, instead of asking for one after the other."""
+        waiting = {item.hash: item for item in self._items if item.state == "waiting"}
+        standing = self.claims.standing(waiting)
+        for name in standing.done | standing.taken:
+            self._give_up(waiting[name])
 
     def take_work(self, name: str) -> Claim | None:
         """Claim work that is not a candidate, once and for all processes."""
@@ -94,23 +115,26 @@ class Share:
     def beat(self) -> None:
         self.claims.beat()
 
-    def refresh(self, *, idle: bool) -> list[tuple[Item, str]]:
-        """Items that got their row elsewhere since the last call, with its status; asks the database now and then."""
+    def refresh(self, *, idle: bool) -> News:
+        """What the others have done since the last call; asks the database now and then only."""
+        news = News()
         since = time.monotonic() - self._refreshed
         if not self._elsewhere or since < REFRESH_S / (4 if idle else 1):
-            return []
+            return news
         self._refreshed = time.monotonic()
         standing = self.claims.standing(self._elsewhere)
         statuses = self.store.statuses(self.run, standing.done)
-        done = []
         for name, item in list(self._elsewhere.items()):
             if name in standing.taken:
                 continue
             del self._elsewhere[name]
-            item.state = "done" if name in standing.done else "waiting"
             if name in standing.done:
-                done.append((item, statuses.get(name, "ok")))
-        return done
+                item.state = "done"
+                news.done.append((item, statuses.get(name, "ok")))
+            else:
+                item.state = "waiting"
+                news.back.append(item)
+        return news
 
     def end(self) -> None:
         """Give back what was begun and not finished."""

@@ -12,6 +12,7 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from dash_kernels.compile_lock import compile_once
 from dash_kernels.device import GpuSpec
 from dash_kernels.problem import Config, Problem, padded_head_dim
 from tuner.failures import CandidateError
@@ -86,9 +87,11 @@ def compile_kernel(
     """
     from dash_kernels.kernels.compile import KernelCompileError, compile_spec
 
+    name = kernel_identity(problem, config, cooperative)
     try:
-        specs = _specs(problem, config, capability, cooperative)
-        main, *_ = [compile_spec(spec, capability) for spec in specs]
+        with compile_once(f"{capability} {name}"):  # other tuners of this host may want it too
+            specs = _specs(problem, config, capability, cooperative)
+            main, *_ = [compile_spec(spec, capability) for spec in specs]
     except KernelCompileError as error:
         raise CandidateError("compile", f"{error}\n{error.log}".strip()) from error
     return {

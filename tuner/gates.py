@@ -7,7 +7,9 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from dash_kernels.compile_lock import compile_once
 from dash_kernels.problem import Config, Problem
+from tuner.compile import kernel_identity
 from tuner.failures import CandidateError
 from tuner.truth import (
     kernel_dims,
@@ -127,8 +129,10 @@ class Cell:
         """
         from dash_kernels.testing import poisoned_outputs
 
+        name = kernel_identity(self.problem, config)
         try:
-            with poisoned_outputs():
+            # The workers of all GPUs of this host meet the small kernels beside the main one at once.
+            with compile_once(f"launch {name}"), poisoned_outputs():
                 self.first = run()
         except ValueError as error:
             # The launcher refuses what cannot run here, before anything is launched.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from dash_kernels.checks import DTYPES
+from dash_kernels.compile_lock import compile_once
 from dash_kernels.execute import Options, decode_config
 from dash_kernels.layouts import kernel_ready, pad_head_dim
 from dash_kernels.problem import Config, Problem, padded_head_dim, supports
@@ -24,6 +26,18 @@ class Plan(NamedTuple):
     head_dim: int
     head_dim_v: int
     strict: bool  # the backward reads through TMA
+    name: str  # of the kernels that run
+    launched: set[str]  # what this process has launched already
+
+    def first(self, what: str) -> AbstractContextManager[None]:
+        """The lock of a first launch, which compiles: the processes of a host compile a new kernel once."""
+        if what in self.launched:
+            return _NO_LOCK
+        self.launched.add(what)
+        return compile_once(f"{what} {self.name}")
+
+
+_NO_LOCK: AbstractContextManager[None] = nullcontext()
 
 
 def forward(
@@ -40,10 +54,11 @@ def forward(
     else:
         sequences = _sequences(cu_seqlens_q, cu_seqlens_k, options)
         q, k, v = q[None], k[None], v[None]
-    out, lse = kernels.forward(
-        q, k, v, causal=options.causal, scale=options.scale, window=plan.window, softcap=options.softcap,
-        sequences=sequences,
-    )  # fmt: skip
+    with plan.first("forward"):
+        out, lse = kernels.forward(
+            q, k, v, causal=options.causal, scale=options.scale, window=plan.window, softcap=options.softcap,
+            sequences=sequences,
+        )  # fmt: skip
     if sink is not None:
         from dash_kernels.kernels.sinks import apply_sink
 
@@ -88,10 +103,11 @@ def backward(
     heads_kv, group = k.shape[2], q.shape[2] // k.shape[2]
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    dq, dk, dv = launch.backward(
-        dout, q, k, v, out, lse.contiguous(), config=plan.config, causal=options.causal, scale=options.scale,
-        allow_resident=options.allow_resident, sm_margin=options.sm_margin, **more,
-    )  # fmt: skip
+    with plan.first("backward"):
+        dq, dk, dv = launch.backward(
+            dout, q, k, v, out, lse.contiguous(), config=plan.config, causal=options.causal, scale=options.scale,
+            allow_resident=options.allow_resident, sm_margin=options.sm_margin, **more,
+        )  # fmt: skip
     if group > 1:
         dk, dv = (x.unflatten(2, (heads_kv, group)).float().sum(3).to(x.dtype) for x in (dk, dv))
     dsink = None
@@ -167,7 +183,10 @@ def resolve(
         config = dispatch.choose(problem, device.index, deterministic=options.deterministic).config
     strict = config.backend == "hopper"
     dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    return Plan(config, (left, right), *((max(dims),) * 2 if strict else dims), strict)
+    dims = (max(dims), max(dims)) if strict else dims
+    form = problem.mask, problem.dtype, problem.windowed, problem.softcap, problem.varlen
+    name = " ".join(map(str, (config.key(), *dims, *form)))
+    return Plan(config, (left, right), *dims, strict, name, set())
 
 
 def _check_resident(config: Config, problem: Problem, sms: int, options: Options) -> None:

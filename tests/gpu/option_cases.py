@@ -45,7 +45,7 @@ VARIANTS = (
 WINDOWS = {
     "full": ((-1, -1),) * 3,
     "causal": ((-1, -1),) * 3,
-    "left": ((100, -1), (31, -1), (0, -1)),
+    "left": ((100, -1), (31, -1), (7, -1)),
     "both": ((70, 40), (-1, 33), (90, -1)),
 }
 # (Sq, Sk), (heads, heads_kv), sink, gradient of LSE, which window
@@ -145,3 +145,10 @@ def portable_config(problem: Problem) -> Config:
         if supports(config, problem, current_gpu().capability):
             return config
     raise AssertionError(f"no portable tile runs {problem}")
+
+
+def warm(variant: tuple[Any, ...], backend: str) -> None:
+    """Compile what the combinations of a variant launch."""
+    for combination in COMBINATIONS[:2]:
+        option_case(variant, combination, backend).run()
+    torch.cuda.synchronize()

@@ -10,6 +10,7 @@ import json
 import math
 import sys
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -174,9 +175,9 @@ def launch(case: dict[str, Any], tensors: Any, lengths: Any) -> Any:
     kv_heads = k.shape[0] * k.shape[2]
     tickets = arrays.num_items * kv_heads
     persistent = case.get("persistent", False)
-    plan = runtime.Plan(
-        config, grid, (), kv_heads, arrays, launch.interleaved(kv_heads),
-        min(3, tickets) if persistent else tickets, persistent,
+    plan = SimpleNamespace(  # what launch_portable reads of a runtime.Plan, which wants a GPU
+        config=config, grid=grid, arrays=arrays, interleaved=launch.interleaved(kv_heads),
+        ctas=min(3, tickets) if persistent else tickets, cooperative=persistent,
     )  # fmt: skip
     return portable.launch_portable(
         plan, *(odd_strides(x) for x in (dout, q, k, v, out)), lse.contiguous(), 1 / math.sqrt(q.shape[3]), 10**10,

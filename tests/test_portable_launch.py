@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -81,23 +82,19 @@ def test_arrays_follow_one_another_as_the_kernel_cuts_them() -> None:
     [
         ({"v": (1, 8, 2, 128)}, "v is .1, 8, 2, 128."),
         ({"k": (1, 8, 3, 64)}, "k is .1, 8, 3, 64."),
-        ({"lse": (1, 8, 2)}, "lse must be a contiguous float32"),
+        ({"lse": (1, 8, 2)}, "lse is .1, 8, 2.; it must be .1, 2, 8."),
+        ({"dlse": (1, 2, 9)}, "dlse is .1, 2, 9.; it must be .1, 2, 8."),
     ],
 )
 def test_a_tensor_that_does_not_fit_is_named(
     wrong: dict[str, tuple[int, ...]], message: str
 ) -> None:
-    shapes = (
-        dict.fromkeys(("dout", "q", "k", "v", "out"), (1, 8, 2, 64)) | {"lse": (1, 2, 8)} | wrong
-    )
+    fitting = dict.fromkeys(("q", "k", "v", "dout", "out"), (1, 8, 2, 64))
+    fitting |= dict.fromkeys(("lse", "dlse"), (1, 2, 8))
+    plan = SimpleNamespace(config=Config(backend="portable", signal="plain"), shapes=fitting)
     tensors = {
-        name: torch.zeros(shape, dtype=torch.float32 if name == "lse" else torch.float16)
-        for name, shape in shapes.items()
+        name: torch.zeros(shape, dtype=torch.float32 if "lse" in name else torch.float16)
+        for name, shape in (fitting | wrong).items()
     }
-    config = Config(backend="portable", signal="plain")
-    grid = TileGrid(8, 8, config.block_m, config.block_n)
-    arrays = runtime.device_arrays("ascending", 1, grid, Launch(), torch.device("cpu"))
-    fitting = (1, 8, 2, 64), (1, 8, 2, 64), (1, 2, 8)
-    plan = runtime.Plan(config, grid, fitting, 2, arrays, 1, 2, False)
     with pytest.raises(ValueError, match=message):
         runtime.check_tensors(plan, **tensors)

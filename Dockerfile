@@ -18,8 +18,11 @@ FROM base AS server
 COPY pyproject.toml /tmp/build/pyproject.toml
 RUN cd /tmp/build && pip install --no-cache-dir --group server && rm -r /tmp/build
 RUN --mount=from=wheel,source=/wheels,target=/wheels pip install --no-cache-dir --no-deps /wheels/*.whl
+ENV DASH_LOG=json
 USER 10001
 EXPOSE 8000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=20s --retries=5 \
+    CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/healthz', timeout=4)"]
 ENTRYPOINT ["dash-serve"]
 CMD ["--host", "0.0.0.0", "--port", "8000"]
 

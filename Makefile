@@ -21,7 +21,7 @@ TRITON_VENVS := .venv-triton-$(TRITON_OLDEST) .venv-triton-$(TRITON_NEWEST)
 PY := $(VENV)/bin/python
 PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --quiet --no-compile
 
-.PHONY: help run serve test lint format dash_kernel python-check port-check clean
+.PHONY: help run serve test lint format dash_kernel load soak fuzz audit python-check port-check clean
 
 help:
 	@echo "make run           set up, tune (GPU) or compile and model (no GPU), serve on http://$(HOST):$(PORT)"
@@ -29,6 +29,9 @@ help:
 	@echo "make test          set up and run the whole test suite (TESTS=tests/test_x.py for a part)"
 	@echo "make lint          ruff and mypy"
 	@echo "make dash_kernel   compile every shipped winner ahead of time (MAX_HEAD_DIM=128 KERNEL_DEBUG=0)"
+	@echo "make load | soak   measure the service with 1,000,000 rows | watch its memory for 10 minutes (LOAD_DB=postgresql://...)"
+	@echo "make fuzz          call the API with generated input for long (FUZZ_EXAMPLES=300)"
+	@echo "make audit         bandit over the code, pip-audit over what is installed"
 	@echo "make clean         remove the environments and caches that make created"
 	@echo "Settings: PORT, HOST, PYTHON, DASH_DB"
 
@@ -73,6 +76,25 @@ dash_kernel: $(VENV)/.installed
 		*) echo "KERNEL_DEBUG is '$(KERNEL_DEBUG)'; choose 0 or 1" >&2; exit 2 ;; \
 	esac; \
 	$(PY) -m dash_kernels.kernels.compile --shipped --max-head-dim "$(MAX_HEAD_DIM)"
+
+# Outside the gate: they take minutes, and their figures are of the machine that runs them.
+LOAD_DB ?= build/load.db
+LOAD_ROWS ?= 1000000
+SOAK_MINUTES ?= 10
+FUZZ_EXAMPLES ?= 300
+
+soak load: $(VENV)/.installed-test
+	@mkdir -p build
+	$(PY) benchmarks/million.py "$(LOAD_DB)" $(LOAD_ROWS)
+	$(PY) benchmarks/load.py --db "$(LOAD_DB)" --output build/$@.json $(if $(filter soak,$@),--soak $(SOAK_MINUTES))
+
+fuzz: $(VENV)/.installed-test
+	$(PY) benchmarks/fuzz.py --examples $(FUZZ_EXAMPLES)
+
+audit: $(VENV)/.installed-test
+	@$(PY) $(PIP_INSTALL) --constraint constraints.txt --editable ".[audit]"
+	$(PY) -m bandit --quiet --recursive --configfile pyproject.toml dash_kernels tuner server dashboard
+	$(PY) -m pip_audit --skip-editable
 
 python-check:
 	@test -n "$(PYTHON)" || { echo "No Python 3.10 to 3.13 found (python3 is $$(python3 --version 2>&1 || echo absent)): install one, or say make PYTHON=/path/to/python3.12" >&2; exit 2; }

@@ -24,6 +24,7 @@ from typing import Any
 
 import load_client
 from load_client import Connection, flat_out
+from million import GPUS
 
 HOST = "127.0.0.1"
 CONSTANT = """
@@ -98,18 +99,35 @@ def milliseconds(tally: load_client.Tally) -> dict[str, float]:
     }
 
 
-def compare(ports: dict[str, int], seconds: float, rounds: int, width: int) -> dict[str, Any]:
-    """Requests a second of each, in turn, and the ratio of each round."""
-    rates: dict[str, list[float]] = {name: [] for name in ports}
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a process so far."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def compare(
+    servers: dict[str, tuple[int, int]], seconds: float, rounds: int, width: int
+) -> dict[str, Any]:
+    """Requests a second of each of ``servers`` (port, process), in turn, and the ratio of each round.
+
+    Processor time a request is beside it: on a machine that others use too, rates swing and it does not.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in servers}
+    costs: dict[str, list[float]] = {name: [] for name in servers}
     for _ in range(rounds):
-        for name, port in ports.items():
+        for name, (port, pid) in servers.items():
+            before = cpu_seconds(pid)
             tally = asyncio.run(flat_out(HOST, port, BEST, seconds, width))
             assert not tally.failed, f"{tally.failed} answers of {name} were not 200"
             rates[name].append(len(tally.seconds) / seconds)
+            costs[name].append((cpu_seconds(pid) - before) / len(tally.seconds))
     ratios = [a / b for a, b in zip(rates["best"], rates["constant"], strict=True)]
     return {
         "requests_per_second": {
             name: round(statistics.median(found)) for name, found in rates.items()
+        },
+        "cpu_us_per_request": {
+            name: round(statistics.median(found) * 1e6) for name, found in costs.items()
         },
         "ratio": round(statistics.median(ratios), 3),
         "ratios": [round(ratio, 3) for ratio in ratios],
@@ -218,6 +236,9 @@ def main() -> None:
         begin = time.perf_counter()
         asyncio.run(one_by_one(options.port, BEST[0], 1))
         found["first_best_s"] = round(time.perf_counter() - begin, 2)
+        for gpu in GPUS:  # the server takes every GPU's snapshot when it starts
+            asyncio.run(one_by_one(options.port, f"/curves?mask=causal&d=128&gpu={gpu}", 1))
+        found["all_snapshots_s"] = round(time.perf_counter() - begin, 2)
         if options.soak:
             found["soak"] = soak(options.db, options.port, options.soak, server)
         else:
@@ -235,8 +256,11 @@ def measure(options: argparse.Namespace, server: subprocess.Popen[bytes]) -> dic
     with tempfile.TemporaryDirectory() as folder:
         other = constant(options.port + 1, Path(folder))
         try:
-            ports = {"constant": options.port + 1, "best": options.port}
-            compared = compare(ports, options.seconds, options.rounds, options.width)
+            servers = {
+                "constant": (options.port + 1, other.pid),
+                "best": (options.port, server.pid),
+            }
+            compared = compare(servers, options.seconds, options.rounds, options.width)
         finally:
             other.terminate()
             other.wait(30)

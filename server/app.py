@@ -51,7 +51,7 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
     errors.install(app, settings.retry_after_s)
     reading = [Depends(context.answering)]
     api: list[tuple[APIRouter, list[Any]]] = [
-        (best.create(context), []),  # asks for the state itself
+        (best.create(context), reading),
         (results.create(context), reading),
         (releases.create(context), reading),
         (status.create_gpus(context), reading),
@@ -66,7 +66,7 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
     openapi.install(app, settings.root_path)
     pages = create_router(store, context.snapshots, settings.default_gpu, reading)
     app.include_router(pages)
-    app.add_middleware(Cacheable)
+    app.add_middleware(Cacheable, state=fresh.now, peek=fresh.peek)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

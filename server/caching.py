@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import hashlib
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.concurrency import run_in_threadpool
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from tuner.results.rows import StoreError
 
 LIVE = "no-cache"
 """Kept, but asked for again: the answer changes with the database."""
@@ -68,11 +74,52 @@ def headers_of(body: Body, packed: bool, cache: str) -> dict[str, str]:
     return found
 
 
-class Cacheable:
-    """Tags, compares and packs every whole 200 answer to GET that has no Content-Encoding yet; HEAD is GET without a body."""
+class Held:
+    """Whole answers, kept until the database changes: a row or a release makes every one of them old.
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    Only answers that went through every check are kept, under the very path and query that they answered.
+    """
+
+    MOST = 1024
+    MOST_BYTES = 64 << 20
+
+    def __init__(self) -> None:
+        self._kept: tuple[Any, dict[Hashable, Answer]] = (None, {})
+        self._bytes = 0
+
+    def get(self, state: Any, key: Hashable) -> Answer | None:
+        of, answers = self._kept
+        return answers.get(key) if of == state else None
+
+    def keep(self, state: Any, key: Hashable, answer: Answer) -> None:
+        of, answers = self._kept
+        if of != state or len(answers) >= self.MOST or self._bytes > self.MOST_BYTES:
+            answers, self._bytes = {}, 0
+            self._kept = state, answers  # one assignment: no request sees another state's answers
+        answers[key] = answer
+        self._bytes += len(answer.body.plain)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A 200: its bytes, the headers that are its own, and the route that made it."""
+
+    body: Body
+    cache: str
+    headers: dict[str, str]
+    route: Any
+
+
+class Cacheable:
+    """Tags, compares and packs every whole 200 answer to GET; HEAD is GET without a body.
+
+    Paths in ``held`` (and under /figures/) depend on their query and the database's state only: once made, they are
+    answered from memory until the state changes, without asking anything but the state.
+    """
+
+    def __init__(self, app: ASGIApp, state: Callable[[], Any], peek: Callable[[], Any]) -> None:
+        self.app, self._state, self._peek = app, state, peek
+        self._held = Held()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("GET", "HEAD"):
@@ -80,11 +127,23 @@ class Cacheable:
             return
         head = scope["method"] == "HEAD"
         if head:
-            scope = {**scope, "method": "GET"}
+            scope["method"] = "GET"
+        key, state = None, None
+        if _is_held(scope):
+            key = (scope["path"], scope["query_string"])
+            state = self._peek()
+            if state is None:
+                with contextlib.suppress(StoreError):  # the application says it better
+                    state = await run_in_threadpool(self._state)
+            found = self._held.get(state, key) if state is not None else None
+            if found is not None:
+                scope["route"] = found.route
+                await _answer(scope, found, head, send)
+                return
         started: Message | None = None
         parts: list[bytes] = []
 
-        async def send_cacheable(message: Message) -> None:
+        async def collect(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = message
@@ -95,34 +154,71 @@ class Cacheable:
             parts.append(message.get("body", b""))
             if message.get("more_body"):
                 return
-            start, data = _finish(scope, started, b"".join(parts))
-            await send(start)
-            await send({"type": "http.response.body", "body": b"" if head else data})
+            data = b"".join(parts)
+            made = _made(scope, started, data)
+            if made is None:
+                await send(started)
+                await send({"type": "http.response.body", "body": b"" if head else data})
+                return
+            if state is not None and key is not None:
+                self._held.keep(state, key, made)
+            await _answer(scope, made, head, send)
 
-        await self.app(scope, receive, send_cacheable)
+        await self.app(scope, receive, collect)
 
 
-def _finish(scope: Scope, start: Message, data: bytes) -> tuple[Message, bytes]:
+HELD = frozenset(
+    f"{version}{path}"
+    for path in ("/best", "/table", "/curves", "/gpus", "/releases", "/releases/diff")
+    for version in ("", "/v1")
+) | {"/", "/docs", "/openapi.json"}
+
+
+def _is_held(scope: Scope) -> bool:
+    path = scope["path"].removeprefix(scope.get("root_path", "")) or "/"
+    return path in HELD or path.startswith("/figures/")
+
+
+def _made(scope: Scope, start: Message, data: bytes) -> Answer | None:
+    """The answer in parts; None for one that is not 200, not to be kept by anybody, or packed already."""
     headers = MutableHeaders(scope=start)
     cache = headers.get("cache-control")
     if start["status"] != 200:
         headers.setdefault("Cache-Control", NEVER)
-        return start, data
+        return None
     if cache is None:
-        headers["Cache-Control"] = cache = LIVE
+        cache = LIVE
     if "content-encoding" in headers or cache == NEVER:
-        return start, data
-    asked = Headers(scope=scope)
+        return None
     tag = headers.get("etag", "").removeprefix("W/").strip('"')
     body = Body(data, headers.get("content-type", "application/octet-stream"), tag)
-    packed = body.packed if takes_gzip(asked.get("accept-encoding", "")) else None
-    for name, value in headers_of(body, packed is not None, cache).items():
-        headers[name] = value
-    if matches(asked.get("if-none-match", ""), body.tag):
-        for name in ("content-length", "content-type", "content-encoding", "content-disposition"):
-            del headers[name]
-        start["status"] = 304
-        return start, b""
-    sent = data if packed is None else packed
-    headers["Content-Length"] = str(len(sent))
-    return start, sent
+    own = {name: value for name, value in headers.items() if name not in _OURS}
+    return Answer(body, cache, own, scope.get("route"))
+
+
+_OURS = ("content-length", "etag", "cache-control", "vary")
+_OF_A_BODY = ("content-type", "content-disposition")
+
+
+async def _answer(scope: Scope, answer: Answer, head: bool, send: Send) -> None:
+    asked = {name: value for name, value in scope["headers"] if name in _ASKED}
+    body = answer.body
+    accepted = asked.get(b"accept-encoding", b"").decode("latin-1")
+    packed = body.packed if takes_gzip(accepted) else None
+    headers = {**answer.headers, **headers_of(body, packed is not None, answer.cache)}
+    status, sent = 200, body.plain if packed is None else packed
+    if matches(asked.get(b"if-none-match", b"").decode("latin-1"), body.tag):
+        status, sent = 304, b""
+        headers = {
+            name: value
+            for name, value in headers.items()
+            if name not in (*_OF_A_BODY, "Content-Encoding")
+        }
+    else:
+        headers["Content-Length"] = str(len(sent))
+    raw = [(name.lower().encode(), value.encode("latin-1")) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": raw})
+    await send({"type": "http.response.body", "body": b"" if head else sent})
+
+
+_ASKED = (b"accept-encoding", b"if-none-match")

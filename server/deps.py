@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -14,9 +13,8 @@ from starlette.concurrency import run_in_threadpool
 
 from dash_kernels.device import GPUS
 from dashboard.snapshot import Snapshots
-from server.caching import Body
 from server.errors import ApiError, invalid
-from server.fresh import Fresh, State
+from server.fresh import Fresh
 from server.security import Tokens
 from server.settings import Settings
 from tuner.export import rfc3339
@@ -77,29 +75,6 @@ class Context:
             why = "" if asked is not None else ", to which DASH_SERVE_RELEASE pins this server,"
             raise ApiError(404, f"release {wanted} of {gpu}{why} does not exist; there is {names}")
         return found
-
-
-class Answers:
-    """Rendered answers, kept until the database changes. A row or a release makes every one of them old."""
-
-    LARGEST = 1024
-
-    def __init__(self) -> None:
-        self._held: tuple[State | None, dict[Hashable, Body]] = (None, {})
-
-    def peek(self, state: State, key: Hashable) -> Body | None:
-        of, answers = self._held
-        return answers.get(key) if of == state else None
-
-    def get(self, state: State, key: Hashable, compute: Callable[[], Any]) -> Body:
-        """The answer under ``key``, computed unless it is held for this state. Failures are not kept."""
-        of, answers = self._held
-        if of != state or len(answers) >= self.LARGEST:
-            answers = {}
-            self._held = state, answers  # one assignment: no thread sees another state's answers
-        if key not in answers:
-            answers[key] = Body(strict_json(compute()))
-        return answers[key]
 
 
 def plain(value: Any) -> Any:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request, Response
-from fastapi.routing import APIRoute
-from starlette.concurrency import run_in_threadpool
+from fastapi import APIRouter, Query, Response
 
 from dash_kernels.lookup import TABLES, LookupTable, TableError
 from dashboard.figures import by_kind
 from dashboard.filters import PLAIN, Filters
 from dashboard.points import Point
-from server.caching import LIVE, Body, headers_of, matches, takes_gzip
-from server.deps import Answers, Context, StrictJson
+from server.caching import LIVE
+from server.deps import Context, StrictJson
 from server.errors import ApiError, invalid
 from server.ladder import climb
 from server.models import BestAnswer, Curves, Problem
@@ -34,60 +31,22 @@ UNCHANGED: dict[int | str, dict[str, Any]] = {
 }
 
 
-def held_route(peek: Callable[[Request], Response | None]) -> type[APIRoute]:
-    """A route that asks ``peek`` first: an answer that is held was checked when it was made, by the same query string."""
-
-    class HeldRoute(APIRoute):
-        def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-            compute = super().get_route_handler()
-
-            async def handler(request: Request) -> Response:
-                held = peek(request)
-                return await compute(request) if held is None else held
-
-            return handler
-
-    return HeldRoute
-
-
 def create(context: Context) -> APIRouter:
     router = APIRouter(tags=["lookup"])
-    answers = Answers()
 
-    def peek(request: Request) -> Response | None:
-        state = context.fresh.peek()
-        body = answers.peek(state, request.scope["query_string"]) if state else None
-        return None if body is None else _send(request, body)
-
-    async def get_best(request: Request, query: Annotated[BestQuery, Query()]) -> Response:
+    @router.get("/best", response_model=BestAnswer, responses={**FAILURES, **UNCHANGED})
+    def get_best(query: Annotated[BestQuery, Query()]) -> StrictJson:
         """The fastest configuration for a mask and head_dim, over all measured lengths and at each of them.
 
         `best` has the highest geometric mean over the measured lengths; with `seq_len`, it is the winner at that
         length or at the nearest. Everything but lengths, batch and heads must match exactly; `ladder` says which rung
         answered and why those above it did not. The newest release of the GPU answers; a draft only who asks for it.
         """
-        question, allowed = _question(context, query), _allowed(query)
-        state = await run_in_threadpool(context.fresh.now)
-
-        def compute() -> dict[str, Any]:
-            return climb(context, question(), **allowed)
-
-        key = request.scope["query_string"]
-        body = await run_in_threadpool(answers.get, state, key, compute)
-        return _send(request, body)
-
-    router.add_api_route(
-        "/best",
-        get_best,
-        response_model=BestAnswer,
-        responses={**FAILURES, **UNCHANGED},
-        route_class_override=held_route(peek),
-    )
+        return StrictJson(climb(context, _question(context, query), **_allowed(query)))
 
     @router.get("/table", responses={**FAILURES, **UNCHANGED})
-    def get_table(request: Request, query: Annotated[TableQuery, Query()]) -> Response:
+    def get_table(query: Annotated[TableQuery, Query()]) -> Response:
         """The lookup table that the dispatcher loads: the newest release of the GPU, or the one named; else the shipped one."""
-        context.fresh.now()
         gpu = context.gpu(query.gpu)
         release = context.release(gpu, query.release)
         if release is None:
@@ -134,8 +93,8 @@ def create(context: Context) -> APIRouter:
     return router
 
 
-def _question(context: Context, query: BestQuery) -> Callable[[], Question]:
-    """Checks what the parameters say together; answers what makes the question, which may ask the database."""
+def _question(context: Context, query: BestQuery) -> Question:
+    """Checks what the parameters say together, first of all, and then asks what GPUs there are."""
     head_dim = query.dim
     if head_dim is None:
         raise invalid("head_dim", "head_dim is missing; give head_dim or d")
@@ -152,7 +111,7 @@ def _question(context: Context, query: BestQuery) -> Callable[[], Question]:
         if query.window_left < 0:
             raise invalid("window_right", "window_right is 0 with mask full: ask for mask causal")
         mask = "causal"
-    return lambda: Question(
+    return Question(
         gpu=context.gpu(query.gpu),
         mask=mask,
         head_dim=head_dim,
@@ -175,16 +134,6 @@ def _question(context: Context, query: BestQuery) -> Callable[[], Question]:
 def _allowed(query: BestQuery) -> dict[str, Any]:
     names = ("triton", "allow_family", "allow_compiler", "allow_default")
     return {name: getattr(query, name) for name in names}
-
-
-def _send(request: Request, body: Body) -> Response:
-    """A held answer as it is: its tag and its packed bytes were made once."""
-    packed = body.packed if takes_gzip(request.headers.get("accept-encoding", "")) else None
-    headers = headers_of(body, packed is not None, LIVE)
-    if matches(request.headers.get("if-none-match", ""), body.tag):
-        return Response(status_code=304, headers=headers)
-    content = body.plain if packed is None else packed
-    return Response(content, media_type=body.media_type, headers=headers)
 
 
 def _series(points: list[Point]) -> list[dict[str, Any]]:

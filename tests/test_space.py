@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import sys
 from dataclasses import replace
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from dash_kernels.device import GPUS
 from dash_kernels.problem import Problem, supports
 from dash_kernels.schedules import CLOSED_FORMS, SCHEDULES
-from tuner.compile import kernel_identity, predict_ms, prove, schedule_identity
+from tuner.compile import _specs, kernel_identity, predict_ms, prove, schedule_identity
 from tuner.space import Candidate, SpaceFilter, baseline_config, candidates, problems, space
 
 HOPPER, AMPERE = (9, 0), (8, 0)
@@ -164,7 +167,7 @@ def test_kinds_and_launches_share_one_kernel_but_masks_tiles_and_policies_do_not
     same = replace(config, schedule="shift", launch_order="descending", heads_interleaved=4)
     assert kernel_identity(problem, same) == kernel_identity(problem, config)
     assert schedule_identity(problem, same) != schedule_identity(problem, config)
-    for other in (replace(config, policy="unordered"), replace(config, signal="plain")):
+    for other in (replace(config, policy="unordered"), replace(config, num_stages=3)):
         assert kernel_identity(problem, other) != kernel_identity(problem, config)
     assert kernel_identity(problem, config, cooperative=True) != kernel_identity(problem, config)
     full = replace(problem, mask="full")
@@ -206,3 +209,64 @@ def test_every_default_config_of_a_middle_cell_passes_the_proof() -> None:
     problem = Problem("causal", 128, 2048, batch=8, heads=16)
     for candidate in candidates(problem, HOPPER, SpaceFilter()):
         assert prove(problem, candidate.config) >= 1
+
+
+def specs_of(
+    monkeypatch: pytest.MonkeyPatch, problem: Problem, backend: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What the sweep asks the kernels' own modules to compile."""
+    calls: list[Any] = []
+    for name, function in (("compile", "hopper_spec"), ("backward_portable", "compile_specs")):
+        module: Any = ModuleType(f"dash_kernels.kernels.{name}")
+        setattr(module, function, lambda *args, **how: calls.append((args, how)) or [None])
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    config = baseline_config(problem, HOPPER, backend)
+    assert config.backend == backend
+    _specs(problem, config, HOPPER, False)
+    ((args, how),) = calls
+    return args[1:], how
+
+
+@pytest.mark.parametrize(
+    ("options", "hopper", "portable"),
+    [
+        ({}, {}, {}),
+        ({"window_left": 63}, {"windowed": True}, {"window": (63, 0)}),
+        ({"softcap": True}, {"softcap": True}, {"softcap": True}),
+        ({"varlen": True}, {"packed": True}, {"varlen": True}),
+        ({"heads": 4, "heads_kv": 2}, {"grouped": True}, {"grouped": True}),
+        ({"head_dim_v": 64}, {}, {"head_dim_v": 64}),
+    ],
+)
+def test_kernels_are_compiled_in_the_form_that_the_options_run(
+    options: dict[str, Any],
+    hopper: dict[str, Any],
+    portable: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = Problem("causal", 96, 1024, **options)
+    args, how = specs_of(monkeypatch, problem, "hopper")
+    assert args == (128, "bfloat16", True)
+    assert how == {"tail": False, "cooperative": False, **hopper}
+    args, how = specs_of(monkeypatch, problem, "portable")
+    assert args == (128, "bfloat16", True)
+    asked = {"ragged": False, "persistent": False, "capability": HOPPER}
+    assert how == {**asked, **portable}
+
+
+def test_forms_that_differ_have_kernels_of_their_own() -> None:
+    plain = Problem("causal", 128, 1024, heads=4)
+    config = baseline_config(plain, HOPPER)
+    forms = [
+        plain,
+        replace(plain, window_left=63),
+        replace(plain, softcap=True),
+        replace(plain, varlen=True),
+        replace(plain, heads_kv=2),
+        replace(plain, head_dim_v=64),
+    ]
+    assert len({kernel_identity(problem, config) for problem in forms}) == len(forms)
+    packed = replace(plain, varlen=True)
+    other = replace(config, schedule="shortest_first")
+    assert kernel_identity(packed, config) != kernel_identity(packed, other)
+    assert kernel_identity(plain, config) == kernel_identity(plain, other)

@@ -32,7 +32,9 @@ def kernel_identity(problem: Problem, config: Config, cooperative: bool = False)
     its schedule needs, so there the kind is part of the name.
     """
     shared = replace(config, launch_order="ascending", heads_interleaved=1)
-    if config.backend == "hopper":
+    if (
+        config.backend == "hopper" and not problem.varlen
+    ):  # packed sequences have the order built in
         shared = replace(shared, schedule="ascending", group=1)
     dims = [padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)]
     shape = [dims, problem.dtype, problem.mask, problem.head_group]
@@ -106,14 +108,30 @@ def _specs(
     problem: Problem, config: Config, capability: tuple[int, int], cooperative: bool
 ) -> list[Any]:
     """The kernels to compile for a candidate, the main one first."""
-    dim, dtype, causal = padded_head_dim(problem.head_dim), problem.dtype, problem.causal
+    dtype, causal = problem.dtype, problem.causal
+    dim, dim_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    options: dict[str, Any] = {
+        name: True
+        for name, on in (("grouped", problem.head_group > 1), ("softcap", problem.softcap))
+        if on
+    }
     if config.backend == "hopper":
         from dash_kernels.kernels.compile import hopper_spec
 
         tail = problem.seq_len_kv % config.block_n != 0
-        return [hopper_spec(config, dim, dtype, causal, tail=tail, cooperative=cooperative)]
+        options |= {"windowed": True} if problem.windowed else {}
+        options |= {"packed": True} if problem.varlen else {}
+        widest = max(dim, dim_v)
+        return [
+            hopper_spec(
+                config, widest, dtype, causal, tail=tail, cooperative=cooperative, **options
+            )
+        ]
     from dash_kernels.kernels.backward_portable import compile_specs
 
+    options |= {"window": problem.window} if problem.windowed else {}
+    options |= {"varlen": True} if problem.varlen else {}
+    options |= {"head_dim_v": dim_v} if dim_v != dim else {}
     ragged = problem.seq_len % config.block_m != 0
     return list(
         compile_specs(
@@ -124,6 +142,7 @@ def _specs(
             ragged=ragged,
             persistent=cooperative,
             capability=capability,
+            **options,
         )
     )
 

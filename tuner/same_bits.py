@@ -14,8 +14,8 @@ from tuner.results import ResultFilter, ResultRow, Store
 from tuner.space import INTERLEAVED, Candidate, SpaceFilter, baseline_config, space
 from tuner.winners import FAILED_CHECKS, Cell, winners
 
-STAGES = (1, 2, 3)
-DQ_STAGES = (2, 3)
+STAGES = (1, 2, 3, 4)
+DQ_STAGES = (2, 3, 4)
 BITS = ("capability", "torch", "triton", "ptxas", "kernel_hash")  # of the environment
 
 

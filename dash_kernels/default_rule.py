@@ -20,8 +20,8 @@ PORTABLE_TILES = {  # padded head_dim -> (block_m, block_n, num_stages), the fir
 def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     """The rule where nothing has been measured.
 
-    Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its largest tile,
-    the signal deferred at head_dim 128 and plain at 64. Where the Hopper kernel does not run the problem, the portable
+    Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its own
+    tile. Where the Hopper kernel does not run the problem, the portable
     one: 64x128 tiles in three stages up to head_dim 128 on chips with Hopper's shared memory. On smaller ones a
     128-row tile up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128. Three stages
     where they fit, because with two no copy of a Q tile runs beside a step.
@@ -48,12 +48,8 @@ def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Confi
         else Config(schedule="ascending", launch_order="ascending", heads_interleaved=4)
     )
     if capability[0] == 9 and dim <= 128:
-        yield order.with_(
-            backend="hopper",
-            block_m=128 if dim == 64 else 64,
-            signal="deferred" if dim == 128 else "plain",
-        )
-    portable = order.with_(backend="portable", signal="plain")
+        yield order.with_(backend="hopper", block_m=128 if dim == 64 else 64)
+    portable = order.with_(backend="portable")
     if capability[0] < HOPPER_CLASS and dim <= 128:
         short = problem.seq_len_kv <= 2048
         tile = {

@@ -194,8 +194,10 @@ def _check_resident(config: Config, problem: Problem, sms: int, options: Options
     from dash_kernels.kernels.runtime import cooperative_grid, min_resident
 
     grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
-    heads = problem.batch * problem.heads
-    needed = min_resident(config.schedule, config.group, grid, launch, heads)
+    heads = problem.batch * problem.heads_kv
+    needed = min_resident(
+        config.schedule, config.group, grid, launch, heads, problem.head_group
+    )
     if needed > 1:
         cooperative_grid(config, needed, sms, sms, options.sm_margin, options.allow_resident)
 

@@ -200,7 +200,7 @@ class Config:
     num_stages: int = 2
     dq_stages: int = 2
     num_warps: int = 8
-    signal: str = "deferred"
+    signal: str = "plain"
     launch_order: str = "descending"
     heads_interleaved: int = 1
 
@@ -283,7 +283,7 @@ class Support:
         return self.ok
 
 
-HOPPER_TILES = {64: ((128, 128), (64, 128)), 128: ((64, 128),)}  # head_dim -> (block_m, block_n)
+HOPPER_TILES = {64: ((128, 128),), 128: ((64, 128),)}  # head_dim -> (block_m, block_n)
 PORTABLE_TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 128), (32, 32))
 KERNEL_HEAD_DIMS = {"hopper": (64, 128), "portable": (64, 128, 256)}
 SHARED_MEMORY_LIMIT = {
@@ -302,11 +302,15 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def hopper_shared_bytes(config: Config, head_dim: int) -> int:
-    """Shared memory of the Hopper main kernel: its buffers, and 1.5 KiB that holds barriers, records and padding."""
+    """Shared memory of the Hopper main kernel: its buffers, and 1 KiB that holds barriers, records and captures.
+
+    At head_dim 64 K and V are double-buffered, at 128 dS is.
+    """
     m, n, d = config.block_m, config.block_n, _row_length(head_dim)
-    kv, q_do = 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
+    kv_buffers, ds_slots = (2, 1) if d == 64 else (1, 2)
+    kv, q_do = kv_buffers * 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
     ring = config.dq_stages * m * d * 4  # dK and dV leave through it too
-    return kv + q_do + n * m * 2 + ring + 1536
+    return kv + q_do + ds_slots * n * m * 2 + ring + 1024
 
 
 def portable_shared_bytes(config: Config, head_dim: int, head_dim_v: int = 0) -> int:
@@ -393,6 +397,10 @@ def _not_on_hopper(config: Config, problem: Problem, capability: tuple[int, int]
         return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
     if config.dq_stages < 2:
         return "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once"
+    if max(config.num_stages, config.dq_stages) > 4:
+        return "backend hopper has barriers for 4 stages: num_stages and dq_stages go up to 4"
+    if config.signal == "deferred":
+        return "the deferred signal belonged to a kernel with one writer warp; use signal plain"
     if config.policy == "two_pass":
         return "two_pass runs on backend portable: the Hopper kernel has no dQ pass"
     return ""
@@ -406,5 +414,5 @@ def _not_portable(config: Config, problem: Problem, capability: tuple[int, int])
         tiles = ", ".join(f"{m}x{n}" for m, n in PORTABLE_TILES)
         return f"tile {config.block_m}x{config.block_n} is not one of {tiles}"
     if config.signal == "deferred":
-        return "the deferred signal belongs to backend hopper; use signal plain"
+        return "the deferred signal belonged to an earlier Hopper kernel; use signal plain"
     return ""

@@ -128,7 +128,7 @@ class FakeCompiler:
             raise CandidateError("compile", "ptxas fatal: out of registers")
         if how == "hang":
             time.sleep(600)
-        large = how == "large" and task["config"]["signal"] == "plain"
+        large = how == "large" and task["config"]["heads_interleaved"] == 1
         shared = 240000 if large else 214016
         return {"registers": 168, "spill_bytes": 0, "shared_bytes": shared}
 

@@ -241,11 +241,6 @@ def _tiers(
     if winner.launch_order == "descending":  # long first: not monotone
         yield 2, replace(winner, launch_order="ascending")
     yield 2, replace(_of_kind(base, BASELINE), policy="unordered")
-    other_signal = {"plain": "deferred", "deferred": "plain"}[base.signal]
-    if backend == "hopper":
-        interleaved = [replace(winner, heads_interleaved=heads) for heads in INTERLEAVED]
-        for config in (winner, *interleaved, *(_of_kind(base, kind) for kind in kinds)):
-            yield 3, replace(config, signal=other_signal)
     for block_m, block_n in _tiles(problem, backend):
         if (block_m, block_n) == (base.block_m, base.block_n):
             continue

@@ -5,11 +5,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dash_kernels.kernels.backward_hopper import HEADER_WORDS, ORDERED, bits, flat_order
 from dash_kernels.kernels.compat import permute_axes
+from dash_kernels.kernels.hopper_shared import HEADER_WORDS, ORDERED, bits, flat_order
+from dash_kernels.kernels.sequences import Q_TILE_WORDS
 
 HEADER = tl.constexpr(HEADER_WORDS.value)
 TURNS_COUNTED = tl.constexpr(ORDERED.value)
+TABLE_WORDS = tl.constexpr(Q_TILE_WORDS)
 
 
 @triton.constexpr_function
@@ -21,27 +23,36 @@ def row_major_order(block_m, head_dim):
 
 @triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
 def cast_flat(
-    accumulated, dq, workspace, record, heads, num_m, seq_len, scale,
+    accumulated, dq, workspace, record, tiles, counts, heads, num_m, seq_len, scale,
     POLICY: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
 ):  # fmt: skip
     """One Q tile a program: dQ (B, Sq, H, D) contiguous from the flat accumulator (heads, num_m, block_m * head_dim).
 
-    Zero where nothing was added, whatever the accumulator held. NaN everywhere once a turn has not come; then the
-    first program also copies what the workspace header says of it to ``record`` (host memory): 1, head, Q tile, turn
-    and contributions seen.
+    Packed sequences: ``tiles`` and ``counts`` of a SequencePlan, ``num_m`` its max_q_tiles. Zero where nothing was
+    added, whatever the accumulator held. NaN everywhere once a turn has not come; then the first program also copies
+    what the workspace header says of it to ``record`` (host memory): 1, head, Q tile, turn and contributions seen.
     """
     BITS: tl.constexpr = (BLOCK_M * HEAD_DIM).bit_length() - 1
-    tile = tl.program_id(0)
-    head = tile // num_m
-    row = (tile % num_m) * BLOCK_M
+    program = tl.program_id(0)
+    head = program // num_m
+    m_block = program % num_m
+    first = 0
+    length = seq_len
+    if tiles is not None:
+        if m_block >= tl.load(counts + 1):
+            return
+        tile = tiles + m_block.to(tl.int64) * TABLE_WORDS
+        first = tl.load(tile)
+        length = tl.load(tile + 1)
+        m_block = tl.load(tile + 2)
     offsets = tl.arange(0, BLOCK_M * HEAD_DIM)
-    source = accumulated + tile.to(tl.int64) * (BLOCK_M * HEAD_DIM) + offsets
+    source = accumulated + program.to(tl.int64) * (BLOCK_M * HEAD_DIM) + offsets
     if POLICY == TURNS_COUNTED:
-        contributions = tl.load(workspace + HEADER + tile)
+        contributions = tl.load(workspace + HEADER + program)
         flat = tl.load(source, mask=offsets < contributions * (BLOCK_M * HEAD_DIM), other=0.0)
         if tl.load(workspace + 1) != 0:
             flat = tl.full([BLOCK_M * HEAD_DIM], float("nan"), tl.float32)
-            if tile == 0:
+            if program == 0:
                 late = tl.load(workspace + 2)
                 tl.store(record + 1, late // num_m)
                 tl.store(record + 2, late % num_m)
@@ -54,7 +65,7 @@ def cast_flat(
     values = tl.reshape(values, [BLOCK_M, HEAD_DIM]).to(dq.dtype.element_ty)
     b = (head // heads).to(tl.int64)
     h = head % heads
-    rows = row + tl.arange(0, BLOCK_M)
+    rows = m_block * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.arange(0, HEAD_DIM)
-    target = dq + ((b * seq_len + rows[:, None]) * heads + h) * HEAD_DIM + cols[None, :]
-    tl.store(target, values, mask=(rows < seq_len)[:, None])
+    target = dq + ((b * seq_len + first + rows[:, None]) * heads + h) * HEAD_DIM + cols[None, :]
+    tl.store(target, values, mask=(rows < length)[:, None])

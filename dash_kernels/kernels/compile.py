@@ -58,31 +58,50 @@ class KernelSpec(NamedTuple):
 
 
 def hopper_spec(
-    config: Config, head_dim: int, dtype: str, causal: bool, *, tail: bool = False, cooperative: bool = False
+    config: Config, head_dim: int, dtype: str, causal: bool, *, tail: bool = False, cooperative: bool = False,
+    windowed: bool = False, softcap: bool = False, grouped: bool = False, packed: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The Hopper main kernel. ``tail``: a full mask whose last KV tile is cut; ``cooperative``: min_resident > 1."""
     from dash_kernels.kernels import backward_hopper as module
-    from dash_kernels.kernels.launch import GLUON_DTYPES, POLICIES, tile_layouts
+    from dash_kernels.kernels import hopper_shared as shared
+    from dash_kernels.kernels.launch import (
+        CONSUMER_WARPS,
+        GLUON_DTYPES,
+        POLICIES,
+        outer_axes,
+        tile_layouts,
+    )
 
     m, n, d = config.block_m, config.block_n, padded_head_dim(head_dim)
     element = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-    q, kv, vector, flat = tile_layouts(m, n, d, GLUON_DTYPES[f"torch.{dtype}"])
+    q, kv, vector, flat = tile_layouts(m, n, d, GLUON_DTYPES[f"torch.{dtype}"], packed)
 
     def descriptor(kind: str, block: list[int], layout: Any) -> str:
         return f"tensordesc<{kind}{block},{layout!r}>"
 
-    types = dict.fromkeys(("q_desc", "do_desc"), descriptor(element, [1, 1, m, d], q))
+    outer = outer_axes(packed)
+    types = dict.fromkeys(("q_desc", "do_desc"), descriptor(element, [*outer, m, d], q))
     types |= dict.fromkeys(
-        ("k_desc", "v_desc", "dk_desc", "dv_desc"), descriptor(element, [1, 1, n, d], kv)
+        ("k_desc", "v_desc", "dk_desc", "dv_desc"), descriptor(element, [*outer, n, d], kv)
     )
     types |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor("fp32", [m], vector))
     types |= {"dq_desc": descriptor("fp32", [m * d // 256, 256], flat)}
-    types |= {"workspace": "*i32", "arrays": "*i32", "scale": "fp32", "scale_log2": "fp32"}
-    mask = module.CAUSAL_MASK if causal else module.TAIL_MASK if tail else module.NO_MASK
-    constexprs = {
-        "MASK": mask.value, "M": m, "N": n, "D": d, "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages,
-        "POLICY": POLICIES[config.policy], "DEFERRED": config.signal == "deferred", "ORDER_OF_START": cooperative,
+    types |= dict.fromkeys(("workspace", "arrays", "counts"), "*i32")
+    types |= dict.fromkeys(("scale", "scale_log2", "cap_log2"), "fp32")
+    if windowed:
+        mask = shared.WINDOW_MASK
+    elif causal:
+        mask = shared.CAUSAL_MASK
+    else:
+        mask = shared.TAIL_MASK if tail or packed else shared.NO_MASK
+    constexprs: dict[str, Any] = {
+        "MASK": mask.value, "SOFTCAP": softcap, "GROUPED": grouped, "PACKED": packed,
+        "DESCENDING": config.schedule == "shortest_first" and packed, "M": m, "N": n, "D": d,
+        "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages, "POLICY": POLICIES[config.policy],
+        "ORDER_OF_START": cooperative,
     }  # fmt: skip
+    if not packed:
+        constexprs["counts"] = None
     names = module.backward_hopper.arg_names
     signature = {
         name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names
@@ -91,7 +110,7 @@ def hopper_spec(
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"
     }
     options = {
-        "num_warps": config.num_warps,
+        "num_warps": CONSUMER_WARPS,
         "enable_fp_fusion": True,
         "launch_cooperative_grid": cooperative,
     }

@@ -1,6 +1,7 @@
-"""One backward: arguments checked, workspace allocated, three kernels launched on the current stream.
+"""One backward: arguments checked, workspace allocated, kernels launched on the current stream.
 
 prepare (delta, LSE in base 2, cleared workspace) -> main (dK, dV, and dQ in turn) -> cast (dQ in the output's dtype).
+Packed sequences have one more before these, which finds their tiles.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ from typing import TYPE_CHECKING, Any
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dash_kernels.kernels.backward_hopper import (
+from dash_kernels.kernels.backward_hopper import backward_hopper
+from dash_kernels.kernels.backward_portable import descending_closed_form, launch_portable
+from dash_kernels.kernels.cast_flat import cast_flat
+from dash_kernels.kernels.hopper_shared import (
     CAUSAL_MASK,
     HEADER_WORDS,
     NO_DQ,
     NO_MASK,
     ORDERED,
+    ROWS_END,
     TAIL_MASK,
     UNORDERED,
-    backward_hopper,
+    WINDOW_MASK,
 )
-from dash_kernels.kernels.backward_portable import launch_portable
-from dash_kernels.kernels.cast_flat import cast_flat
 from dash_kernels.kernels.portable_kernels import prepare_tiles
 from dash_kernels.kernels.runtime import (
     LOG2E,
@@ -34,95 +37,197 @@ from dash_kernels.kernels.runtime import (
     hold_arrays,
     plan_launch,
     raise_if_turn_missed,
+    run_compiled,
     turn_record,
 )
-from dash_kernels.problem import Config
+from dash_kernels.kernels.sequences import (
+    SequencePlan,
+    Sequences,
+    is_windowed,
+    plan_sequences,
+    reaches,
+)
+from dash_kernels.problem import Config, Problem
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["TurnTimeout", "backward", "raise_if_turn_missed"]
+__all__ = ["Sequences", "TurnTimeout", "backward", "raise_if_turn_missed"]
 
 POLICIES = {"unordered": UNORDERED.value, "ordered": ORDERED.value, "two_pass": NO_DQ.value}
 GLUON_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
+CONSUMER_WARPS = 4  # of each of the two warpgroups; the kernel's own num_warps
 
 
 def backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
-    *, config: Config, causal: bool, scale: float, allow_resident: bool = False, sm_margin: int = 0,
+    *, config: Config, causal: bool, scale: float, window: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    sequences: Sequences | None = None, dlse: Tensor | None = None, allow_resident: bool = False, sm_margin: int = 0,
     watchdog_seconds: float = WATCHDOG_SECONDS,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """dQ, dK, dV of attention, each (B, S, H, D) contiguous, by the backend that ``config`` names.
+    """dQ, dK, dV of attention in the shapes of q, k and v, contiguous, by the backend that ``config`` names.
 
-    ``dout``, ``q``, ``out`` are (B, Sq, H, D), ``k`` and ``v`` (B, Sk, H, D), bf16 or fp16, D 64 or 128, last dimension
-    contiguous, 16-byte aligned rows; ``lse`` is (B, H, Sq) fp32, natural log, +inf for rows that see no key (their
-    gradients are zeros). ``scale`` must be positive. ``sm_margin`` SMs are left free; results do not depend on it.
+    q is (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), ``out`` and ``dout`` (B, Sq, H, Dv), bf16 or fp16, last
+    dimension contiguous, H a multiple of Hk; D and Dv are 64 or 128, on the portable backend also 256. The Hopper
+    backend wants D = Dv and 16-byte aligned rows. ``lse`` is (B, H, Sq) fp32, natural log, +inf for rows that see no key
+    (their gradients are zeros); ``dlse`` is the gradient of the loss by it. ``window`` is (left, right), -1 for all;
+    ``scale`` must be positive. With ``sequences`` B is 1 and rows are packed. ``sm_margin`` SMs stay free of the Hopper
+    kernel's CTAs and of any cooperative launch; results do not depend on it.
 
     Raises ValueError for what cannot run, before anything is launched. A turn that does not come within
     ``watchdog_seconds`` makes that launch's dQ NaN, and the next call on the device raises TurnTimeout naming it.
     """
     import torch
 
-    plan = plan_launch(
-        config, causal, tuple(q.shape), k.shape[1], q.dtype, q.device, sm_margin, allow_resident
-    )
-    check_tensors(plan, dout, q, k, v, out, lse)
+    lengths = None
+    if sequences is not None:
+        lengths = (*sequences[2:], sequences.cu_seqlens_q.shape[0] - 1)
+    plan = _plan(
+        config, bool(causal), tuple(window), softcap != 0, q.shape, k.shape, v.shape[3], q.dtype, q.device, lengths,
+        sm_margin, allow_resident,
+    )  # fmt: skip
+    check_tensors(plan, q=q, dout=dout, out=out, k=k, v=v, lse=lse, dlse=dlse)
     raise_if_turn_missed(q.device)
     with torch.cuda.device(q.device):
-        hold_arrays(plan.arrays)
+        if plan.arrays is not None:
+            hold_arrays(plan.arrays)
         if config.backend == "portable":
-            bound_ns = int(watchdog_seconds * 1e9)
-            return launch_portable(plan, dout, q, k, v, out, lse, scale, bound_ns)
-        return launch_hopper(plan, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e6))
+            return launch_portable(
+                plan, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e9), window=window,
+                softcap=softcap, sequences=sequences, dlse=dlse,
+            )  # fmt: skip
+        return launch_hopper(
+            plan, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e6), window, softcap, sequences, dlse
+        )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    config: Config, causal: bool, window: tuple[int, int], softcap: bool, q_shape: Any, k_shape: Any, head_dim_v: int,
+    dtype: Any, device: Any, lengths: tuple[int, int, int] | None, sm_margin: int, allow_resident: bool,
+) -> Plan:  # fmt: skip
+    batch, rows, heads, head_dim = q_shape
+    rows_kv, heads_kv = k_shape[1:3]
+    seq_len, seq_len_kv, batch = lengths or (rows, rows_kv, batch)
+    left, right = window
+    problem = Problem(
+        mask="causal" if causal else "full",
+        head_dim=head_dim,
+        seq_len=max(seq_len, 1),
+        dtype=str(dtype).removeprefix("torch."),
+        batch=max(batch, 1),
+        heads=heads,
+        heads_kv=heads_kv,
+        seq_len_kv=max(seq_len_kv, 1),
+        window_left=left,
+        window_right=-1 if causal else right,
+        head_dim_v=head_dim_v,
+        softcap=softcap,
+        varlen=lengths is not None,
+    )
+    totals = (rows, rows_kv) if lengths is not None else (0, 0)
+    return plan_launch(config, problem, device, sm_margin, allow_resident, totals)
 
 
 @functools.cache
-def tile_layouts(block_m: int, block_n: int, head_dim: int, dtype: Any) -> tuple[Any, ...]:
+def tile_layouts(
+    block_m: int, block_n: int, head_dim: int, dtype: Any, packed: bool = False
+) -> tuple[Any, ...]:
+    """Shared-memory layouts of a Q tile, a KV tile, a vector of rows, and a flat dQ tile."""
     swizzled = gl.NVMMASharedLayout.get_default_for
     return (
-        swizzled([1, 1, block_m, head_dim], dtype),
-        swizzled([1, 1, block_n, head_dim], dtype),
+        swizzled([*outer_axes(packed), block_m, head_dim], dtype),
+        swizzled([*outer_axes(packed), block_n, head_dim], dtype),
         gl.NVMMASharedLayout(0, 32, 1),
         gl.NVMMASharedLayout(0, 32, 2),
     )
 
 
-def _rows(tensor: Tensor, block: int, layout: Any) -> Any:
-    """Descriptor of a (B, S, H, D) tensor in tiles of ``block`` rows of one head; rows past S read as zeros."""
+def outer_axes(packed: bool) -> list[int]:
+    """Axes of a tile before its rows: batch and head, or of packed sequences two of their bounds and head."""
+    return [1, 1, 1] if packed else [1, 1]
+
+
+_templates: dict[Any, dict[str, Any]] = {}
+
+
+def _describe(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> Any:
+    """A TensorDescriptor; Triton checks the first of a kind, and those after it are copies with another base."""
+    key = shape, strides, block, layout, tensor.dtype
+    template = _templates.get(key)
+    if template is None:
+        checked = TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
+        if len(_templates) > 4096:
+            _templates.clear()
+        _templates[key] = {name: value for name, value in vars(checked).items() if name != "base"}
+        return checked
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(template, base=tensor)
+    return descriptor
+
+
+def _rows(tensor: Tensor, block: int, layout: Any, packed: bool) -> Any:
+    """Descriptor of a (B, S, H, D) tensor in tiles of ``block`` rows of one head; rows past S read as zeros.
+
+    Packed sequences (B is 1): (ROWS_END, ROWS_END, H, ROWS_END, D). A row coordinate that ends at ROWS_END at a sequence's
+    end is in bounds up to there, and the first two coordinates, ROWS_END and the end's row, bring the address back: the
+    strides add up to a multiple of 2**64 bytes.
+    """
     batch, seq_len, heads, head_dim = tensor.shape
     # A dimension of one entry may have any stride in torch; the copy engine wants a multiple of 16 bytes.
-    strides = [tensor.stride(axis) if tensor.shape[axis] > 1 else head_dim for axis in (0, 2, 1)]
-    return TensorDescriptor(
-        tensor, [batch, heads, seq_len, head_dim], [*strides, 1], [1, 1, block, head_dim], layout
-    )
+    sb, ss, sh = (tensor.stride(i) if tensor.shape[i] > 1 else head_dim for i in range(3))
+    if not packed:
+        return _describe(
+            tensor, (batch, heads, seq_len, head_dim), (sb, sh, ss, 1), (1, 1, block, head_dim), layout
+        )
+    end = ROWS_END.value
+    return _describe(
+        tensor, (0x7FFF0000, 0x7FFF0000, heads, end, head_dim), (2**34 - ss, ss, sh, ss, 1), (1, 1, 1, block, head_dim),
+        layout,
+    )  # fmt: skip
 
 
 def launch_hopper(
-    plan: Plan,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    bound_us: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The three launches on checked arguments.
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bound_us: int,
+    window: tuple[int, int], softcap: float, sequences: Sequences | None, dlse: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The launches on checked arguments.
 
     The workspace is allocated here and cleared by the first of them, so every call and every replay of a captured
     graph starts from zeros, and no two streams share one.
     """
     import torch
 
-    config, grid, arrays = plan.config, plan.grid, plan.arrays
-    _, seq_len, heads, head_dim = q.shape
-    block_m, block_n, num_m = config.block_m, config.block_n, grid.num_m
-    q_tiles = plan.total_heads * num_m
+    config, grid = plan.config, plan.grid
+    seq_len, heads, head_dim = q.shape[1:]
+    seq_len_kv, heads_kv = k.shape[1:3]
+    group = heads // heads_kv
+    block_m, block_n = config.block_m, config.block_n
     policy = POLICIES[config.policy]
-    mask = CAUSAL_MASK if grid.causal else TAIL_MASK if grid.seq_len_kv % block_n else NO_MASK
+    packed = sequences is not None
+    tables: SequencePlan | None = None
+    descending = False
+    if sequences is not None:
+        descending = descending_closed_form(config.schedule)
+        tables = plan_sequences(
+            sequences, seq_len, seq_len_kv, block_m=block_m, block_n=block_n, causal=grid.causal, window=window,
+            descending=descending,
+        )  # fmt: skip
+        num_m, arrays, counts, sizes = tables.max_q_tiles, tables.kv_tiles, tables.counts, (0, 0, 0)
+        ctas = min(plan.total_heads * tables.max_kv_tiles, plan.sms)
+    else:
+        assert plan.arrays is not None
+        num_m, arrays, counts, ctas = grid.num_m, plan.arrays.tensor, None, plan.ctas
+        sizes = plan.arrays.num_items, plan.arrays.num_tiles, plan.arrays.num_steps
+    if is_windowed(grid.causal, window):
+        mask = WINDOW_MASK
+    elif grid.causal:
+        mask = CAUSAL_MASK
+    else:
+        mask = TAIL_MASK if packed or seq_len_kv % block_n else NO_MASK
+    q_tiles = q.shape[0] * heads * num_m
     q_layout, kv_layout, vector_layout, flat_layout = tile_layouts(
-        block_m, block_n, head_dim, GLUON_DTYPES[str(q.dtype)]
+        block_m, block_n, head_dim, GLUON_DTYPES[str(q.dtype)], packed
     )
     rows, flat_rows = q_tiles * block_m, block_m * head_dim // 256
 
@@ -131,25 +236,45 @@ def launch_hopper(
     accumulated = torch.empty((q_tiles * flat_rows, 256), dtype=torch.float32, device=q.device)
     workspace = torch.empty(HEADER_WORDS.value + q_tiles, dtype=torch.int32, device=q.device)
 
-    prepare_tiles[(q_tiles,)](
-        out, dout, lse, lse2, delta, accumulated, workspace, *(x.stride(axis) for x in (out, dout) for axis in range(3)),
-        heads, num_m, seq_len, ZERO_DQ=config.policy == "unordered", BLOCK_M=block_m, HEAD_DIM=head_dim, **SMALL_OPTIONS,
+    strides = (*out.stride()[:3], *dout.stride()[:3])
+    prepared = {
+        "ZERO_DQ": config.policy == "unordered", "BLOCK_M": block_m, "HEAD_DIM": head_dim, "HEAD_DIM_V": None, "dlse": dlse,
+        "tiles": tables and tables.q_tiles, "counts": counts,
+    }  # fmt: skip
+    pointers = [x.data_ptr() % 16 == 0 for x in (out, dout, lse)]
+    pointers.append(dlse is None or dlse.data_ptr() % 16 == 0)
+    special = (
+        *((s == 1, s % 16 == 0, s >= 1 << 31) for s in strides), *pointers, dlse is None,
     )  # fmt: skip
-    backward_hopper[(plan.ctas,)](
-        _rows(q, block_m, q_layout), _rows(k, block_n, kv_layout), _rows(v, block_n, kv_layout),
-        _rows(dout, block_m, q_layout),
-        TensorDescriptor(lse2, [rows], [1], [block_m], vector_layout),
-        TensorDescriptor(delta, [rows], [1], [block_m], vector_layout),
-        TensorDescriptor(accumulated, [q_tiles * flat_rows, 256], [256, 1], [flat_rows, 256], flat_layout),
-        _rows(dk, block_n, kv_layout), _rows(dv, block_n, kv_layout),
-        workspace, arrays.tensor, arrays.num_items, arrays.num_tiles, arrays.num_steps, plan.total_heads, heads,
-        plan.interleaved, num_m, grid.seq_len_kv - seq_len, grid.seq_len_kv, bound_us, scale * LOG2E, scale,
-        MASK=mask.value, M=block_m, N=block_n, D=head_dim, STAGES=config.num_stages, DQ_STAGES=config.dq_stages,
-        POLICY=policy, DEFERRED=config.signal == "deferred", ORDER_OF_START=plan.cooperative,
-        num_warps=config.num_warps, enable_fp_fusion=True, launch_cooperative_grid=plan.cooperative,
+    run_compiled(
+        plan.compiled, prepare_tiles, q_tiles,
+        (out, dout, lse, lse2, delta, accumulated, workspace, *strides, heads, num_m, seq_len), prepared, SMALL_OPTIONS,
+        special=special,
     )  # fmt: skip
-    cast_flat[(q_tiles,)](
-        accumulated, dq, workspace, turn_record(q.device), heads, num_m, seq_len, scale,
-        POLICY=policy, BLOCK_M=block_m, HEAD_DIM=head_dim, **SMALL_OPTIONS,
+    # With softcap, S' = cap tanh(x) with x = S scale / cap and tanh from exp2(2 x log2(e)).
+    factors = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
+    run_compiled(
+        plan.compiled, backward_hopper, ctas,
+        (
+            _rows(q, block_m, q_layout, packed), _rows(k, block_n, kv_layout, packed), _rows(v, block_n, kv_layout, packed),
+            _rows(dout, block_m, q_layout, packed),
+            _describe(lse2, (rows,), (1,), (block_m,), vector_layout),
+            _describe(delta, (rows,), (1,), (block_m,), vector_layout),
+            _describe(accumulated, (q_tiles * flat_rows, 256), (256, 1), (flat_rows, 256), flat_layout),
+            _rows(dk, block_n, kv_layout, packed), _rows(dv, block_n, kv_layout, packed),
+            workspace, arrays, counts, *sizes, plan.total_heads, heads_kv, group, plan.interleaved, num_m,
+            *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us, *factors, scale,
+        ),
+        {
+            "MASK": mask.value, "SOFTCAP": softcap != 0, "GROUPED": group > 1, "PACKED": packed, "DESCENDING": descending,
+            "M": block_m, "N": block_n, "D": head_dim, "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages,
+            "POLICY": policy, "ORDER_OF_START": plan.cooperative,
+        },
+        {"num_warps": CONSUMER_WARPS, "enable_fp_fusion": True, "launch_cooperative_grid": plan.cooperative},
+    )  # fmt: skip
+    run_compiled(
+        plan.compiled, cast_flat, q_tiles,
+        (accumulated, dq, workspace, turn_record(q.device), tables and tables.q_tiles, counts, heads, num_m, seq_len, scale),
+        {"POLICY": policy, "BLOCK_M": block_m, "HEAD_DIM": head_dim}, SMALL_OPTIONS,
     )  # fmt: skip
     return dq, dk, dv

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from dash_kernels.problem import Config, Problem, supports
@@ -36,16 +36,30 @@ class DeviceArrays:
 
 @dataclass(frozen=True)
 class Plan:
-    """All of a launch that does not depend on the tensors' contents or addresses."""
+    """All of a launch that does not depend on the tensors' contents or addresses.
+
+    ``arrays`` is None for packed sequences, whose tiles the device works out. ``compiled`` fills as kernels are launched:
+    see :func:`run_compiled`.
+    """
 
     config: Config
+    problem: Problem
     grid: TileGrid
-    shapes: tuple[Any, ...]  # of q (also dout and out), of k and v, of lse
-    total_heads: int
-    arrays: DeviceArrays
+    shapes: dict[str, Any]
+    total_heads: int  # (batch, KV head) pairs: what tickets count
+    arrays: DeviceArrays | None
     interleaved: int
-    ctas: int
+    sms: int
     cooperative: bool
+    compiled: dict[Any, Any] = field(default_factory=dict, compare=False)
+
+    @property
+    def ctas(self) -> int:
+        """Persistent CTAs, one an SM; of the portable kernel only in a cooperative launch, else one a ticket."""
+        assert self.arrays is not None
+        tickets = self.total_heads * self.arrays.num_items
+        persistent = self.cooperative or self.config.backend == "hopper"
+        return min(tickets, self.sms) if persistent else tickets
 
 
 # A captured graph keeps no reference to the arrays that it reads.
@@ -54,63 +68,80 @@ _held_by_graphs: set[Tensor] = set()
 
 @functools.lru_cache(maxsize=4096)
 def plan_launch(
-    config: Config, causal: bool, q_shape: tuple[int, ...], seq_len_kv: int, dtype: Any, device: Any, sm_margin: int,
-    allow_resident: bool,
+    config: Config, problem: Problem, device: Any, sm_margin: int = 0, allow_resident: bool = False,
+    total_rows: tuple[int, int] = (0, 0),
 ) -> Plan:  # fmt: skip
-    """Check that ``config`` can run this shape and work out its launch; ValueError naming what cannot run.
+    """Check that ``config`` can run this problem and work out its launch; ValueError naming what cannot run.
 
-    ``q_shape`` is (batch, seq_len, heads, head_dim). The Hopper kernel's CTAs are persistent, one an SM; the portable
-    kernel's only in a cooperative launch.
+    Head dims are the kernels' own: 64, 128 or 256. For packed sequences ``total_rows`` are the rows of q and of k.
     """
     import torch
 
-    batch, seq_len, heads, head_dim = q_shape
-    if head_dim not in (64, 128):
-        raise ValueError(f"head_dim is {head_dim}; the kernels run 64 and 128: pad it with zeros")
-    mask = "causal" if causal else "full"
-    name = str(dtype).removeprefix("torch.")
-    problem = Problem(mask, head_dim, seq_len, name, batch, heads, heads, seq_len_kv)
+    for name in ("head_dim", "head_dim_v"):
+        if getattr(problem, name) not in (64, 128, 256):
+            raise ValueError(
+                f"{name} is {getattr(problem, name)}; the kernels run 64, 128 and 256: pad with zeros"
+            )
     support = supports(config, problem, torch.cuda.get_device_capability(device))
     if not support:
         raise ValueError(f"config cannot run this problem: {support.reason}")
-    grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
-    total_heads = batch * heads
-    arrays = device_arrays(config.schedule, config.group, grid, launch, device)
-    needed = 1
-    if config.policy == "ordered":
-        needed = min_resident(config.schedule, config.group, grid, launch, total_heads)
+    grid, order = TileGrid.for_config(problem, config), Launch.for_config(config)
+    heads_kv = problem.heads_kv
+    total_heads = heads_kv * (1 if problem.varlen else problem.batch)
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     if not 0 <= sm_margin < sms:
         raise ValueError(f"sm_margin is {sm_margin}; it must leave at least one of the {sms} SMs")
-    tickets = total_heads * arrays.num_items
+    arrays, needed = None, 1
+    if not problem.varlen:
+        arrays = device_arrays(config.schedule, config.group, grid, order, device)
+        if config.policy == "ordered":
+            needed = min_resident(
+                config.schedule, config.group, grid, order, total_heads, problem.head_group
+            )
     if needed > 1:
-        ctas = cooperative_grid(config, needed, tickets, sms, sm_margin, allow_resident)
-    else:
-        ctas = min(tickets, sms - sm_margin) if config.backend == "hopper" else tickets
-    shapes = q_shape, (batch, seq_len_kv, heads, head_dim), (batch, heads, seq_len)
+        assert arrays is not None
+        tickets = total_heads * arrays.num_items
+        cooperative_grid(config, needed, tickets, sms, sm_margin, allow_resident)
+    batch, seq_len, seq_len_kv = problem.batch, problem.seq_len, problem.seq_len_kv
+    if problem.varlen:
+        batch, (seq_len, seq_len_kv) = 1, total_rows
+    shapes = {
+        "q": (batch, seq_len, problem.heads, problem.head_dim),
+        "dout": (batch, seq_len, problem.heads, problem.head_dim_v),
+        "out": (batch, seq_len, problem.heads, problem.head_dim_v),
+        "k": (batch, seq_len_kv, heads_kv, problem.head_dim),
+        "v": (batch, seq_len_kv, heads_kv, problem.head_dim_v),
+        "lse": (batch, problem.heads, seq_len),
+        "dlse": (batch, problem.heads, seq_len),
+    }
     return Plan(
         config,
+        problem,
         grid,
         shapes,
         total_heads,
         arrays,
-        launch.interleaved(total_heads),
-        ctas,
+        order.interleaved(total_heads),
+        sms - sm_margin,
         needed > 1,
     )
 
 
-def check_tensors(
-    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
-) -> None:
+def check_tensors(plan: Plan, **tensors: Tensor | None) -> None:
     """ValueError naming the first tensor that does not fit the others or that the backend cannot read in place."""
-    q_shape, kv_shape, lse_shape = plan.shapes
+    q = tensors["q"]
+    assert q is not None
     aligned = plan.config.backend == "hopper"  # its copy engine wants 16-byte rows
-    for name, tensor, shape in (
-        ("q", q, q_shape), ("dout", dout, q_shape), ("out", out, q_shape), ("k", k, kv_shape), ("v", v, kv_shape),
-    ):  # fmt: skip
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        shape = plan.shapes[name]
         if tensor.shape != shape:
             raise ValueError(f"{name} is {tuple(tensor.shape)}; it must be {shape}")
+        if name in ("lse", "dlse"):
+            if not tensor.is_contiguous() or str(tensor.dtype) != "torch.float32":
+                raise ValueError(f"{name} must be a contiguous float32 tensor of {shape}")
+            continue
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise ValueError(
                 f"{name} is {tensor.dtype} on {tensor.device}; q is {q.dtype} on {q.device}"
@@ -122,8 +153,24 @@ def check_tensors(
             raise ValueError(
                 f"{name} has strides {tensor.stride()} or a base that is not 16-byte aligned: make it contiguous"
             )
-    if lse.shape != lse_shape or not lse.is_contiguous() or str(lse.dtype) != "torch.float32":
-        raise ValueError(f"lse must be a contiguous float32 tensor of {lse_shape}")
+
+
+def run_compiled(
+    compiled: dict[Any, Any], kernel: Any, grid: int, arguments: tuple[Any, ...], constexprs: dict[str, Any],
+    options: dict[str, Any], *, special: Any = None,
+) -> None:  # fmt: skip
+    """Launch ``kernel`` on ``grid`` CTAs, past Triton's look-up by arguments once ``compiled`` has it.
+
+    ``constexprs`` are the kernel's last parameters, in their order. ``special`` is all else that Triton compiles for:
+    which pointers are 16-byte aligned, which integers are 1 or multiples of 16. Everything else (constexprs, options,
+    dtypes, device) must be one and the same for all uses of ``compiled``.
+    """
+    key = kernel, special
+    found = compiled.get(key)
+    if found is None:
+        compiled[key] = kernel[(grid,)](*arguments, **constexprs, **options)
+    else:
+        found[(grid, 1, 1)](*arguments, *constexprs.values())
 
 
 def hold_arrays(arrays: DeviceArrays) -> None:
@@ -174,9 +221,14 @@ def sections(packed: Packed, capability: tuple[int, int]) -> int:
 
 
 @functools.lru_cache(maxsize=1024)
-def min_resident(kind: str, group: int, grid: TileGrid, launch: Launch, total_heads: int) -> int:
-    """The fewest resident CTAs with which the schedule always ends; proves the schedule on the way."""
-    return check(build(kind, grid, group), launch, total_heads).min_resident
+def min_resident(
+    kind: str, group: int, grid: TileGrid, order: Launch, total_heads: int, head_group: int = 1
+) -> int:
+    """The fewest resident CTAs with which the schedule always ends; proves the schedule on the way.
+
+    ``total_heads`` counts (batch, KV head) pairs, ``head_group`` the query heads of each.
+    """
+    return check(build(kind, grid, group), order, total_heads, head_group).min_resident
 
 
 def cooperative_grid(

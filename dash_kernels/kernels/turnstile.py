@@ -33,23 +33,6 @@ def draw_ticket(counter):
 
 
 @gluon.jit
-def poll_turn(semaphore):
-    """Contributions that a Q tile has received so far, with acquire order."""
-    return gl.inline_asm_elementwise(
-        """{ .reg .pred p; .reg .u32 lane, v;
-        mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 v, 0;
-        @p ld.acquire.gpu.global.b32 v, [$1];
-        bar.warp.sync 0xffffffff;
-        shfl.sync.idx.b32 $0, v, 0, 31, 0xffffffff; }""",
-        "=r,l,~{memory}",
-        [semaphore],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
 def await_turn(semaphore, turn, workspace, bound_us):
     """Spin until the semaphore reads ``turn``; return what was read last.
 
@@ -129,26 +112,16 @@ def fence_acquired():
 
 
 @gluon.jit
-def wait_reduced(PENDING: gl.constexpr):
-    """Wait until all but the newest PENDING bulk operations are performed (not merely read)."""
-    if PENDING == 0:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
-    else:
-        gl.inline_asm_elementwise(
-            "cp.async.bulk.wait_group 1; mov.u32 $0, 0;",
-            "=r,~{memory}",
-            [],
-            dtype=gl.int32,
-            is_pure=False,
-            pack=1,
-        )
+def wait_reduced():
+    """Wait until this warp's bulk operations are performed (not merely read)."""
+    gl.inline_asm_elementwise(
+        "cp.async.bulk.wait_group 0; mov.u32 $0, 0;",
+        "=r,~{memory}",
+        [],
+        dtype=gl.int32,
+        is_pure=False,
+        pack=1,
+    )
 
 
 @gluon.jit

@@ -36,11 +36,10 @@ def config_for(kind: str, backend: str, head_dim: int, policy: str = "ordered") 
         "heads_interleaved": launch.heads,
     }
     if backend == "hopper":
-        signal = "deferred" if dim == 128 and policy == "ordered" else "plain"
         tile = {"block_m": 128 if dim == 64 else 64, "block_n": 128}
-        return Config(backend="hopper", signal=signal, **tile, **common)
+        return Config(backend="hopper", **tile, **common)
     tile = {"block_m": 64, "block_n": 64} if dim == 128 else {"block_m": 64, "block_n": 128}
-    return Config(backend="portable", signal="plain", num_warps=8, num_stages=3, **tile, **common)
+    return Config(backend="portable", num_warps=8, num_stages=3, **tile, **common)
 
 
 def skip_unless_supported(config: Config, problem: Problem) -> None:
@@ -65,8 +64,6 @@ LEFT_OUT: tuple[dict[str, Any], ...] = (
     {"num_stages": 2},
     {"num_stages": 3},
     {"dq_stages": 3},
-    {"signal": "plain"},
-    {"signal": "deferred"},
 )
 NUMERICS_CASES = (
     ("shortest_first", "causal", 128),

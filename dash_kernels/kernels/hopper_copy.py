@@ -1,0 +1,306 @@
+"""The warps of the Hopper backward that move data: one producer, and two writers that take turns."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+from dash_kernels.kernels.compat import (
+    reinterpret,
+    tma_load,
+    tma_reduce_add,
+    tma_store,
+    tma_store_wait,
+)
+from dash_kernels.kernels.hopper_shared import (
+    BATCH,
+    COUNT,
+    DO_FULL,
+    DONE,
+    FIRST,
+    HEAD,
+    HEADER_WORDS,
+    KEY,
+    KEYS,
+    KV_EMPTY,
+    KV_FULL,
+    LIMIT,
+    MASK_BEGIN,
+    MASK_END,
+    NO_DQ,
+    NO_MASK,
+    OUT_EMPTY,
+    OUT_FULL,
+    Q_EMPTY,
+    Q_FULL,
+    Q_ROWS,
+    Q_TILES,
+    REACH,
+    RING_EMPTY,
+    RING_FULL,
+    ROWS_END,
+    SHIFT,
+    STEP,
+    STEPS,
+    TAIL_MASK,
+    TILE_EMPTY,
+    TILE_FULL,
+    UNORDERED,
+    WINDOW_MASK,
+    kv_buffers,
+    read_word,
+    write_scalar,
+    write_word,
+)
+from dash_kernels.kernels.sequences import KV_TILE_WORDS
+from dash_kernels.kernels.turnstile import (
+    await_turn,
+    draw_ticket,
+    fence_acquired,
+    report_timeout,
+    signal_turn,
+    wait_reduced,
+)
+
+TABLE_WORDS = gl.constexpr(KV_TILE_WORDS)
+
+
+@gluon.jit
+def load_rows(desc, b, h, row, rows, end, barrier, target, PACKED: gl.constexpr):
+    """Rows ``row ..`` of head ``h``: of batch ``b``, or of the packed sequence of ``rows`` rows that ends at ``end``."""
+    if PACKED:
+        tma_load(desc, [ROWS_END, end, h, row + (ROWS_END - rows), 0], barrier, target)
+    else:
+        tma_load(desc, [b, h, row, 0], barrier, target)
+
+
+@gluon.jit
+def store_rows(desc, b, h, row, rows, source, PACKED: gl.constexpr):
+    """As :func:`load_rows`; for packed sequences ``b`` is the row at which the sequence ends."""
+    tile = reinterpret(source, desc.dtype, desc.block_type.shape, desc.layout)
+    if PACKED:
+        tma_store(desc, [ROWS_END, b, h, row + (ROWS_END - rows), 0], tile)
+    else:
+        tma_store(desc, [b, h, row, 0], tile)
+
+
+@gluon.jit
+def producer(
+    q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, bars,
+    workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave, num_m,
+    left, right, seq_len, seq_len_kv,
+    MASK: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    KV_BYTES: gl.constexpr = N * D * 2
+    Q_BYTES: gl.constexpr = M * D * 2
+    BUFFERS: gl.constexpr = kv_buffers(D)
+    step = 0
+    tile = 0
+    if PACKED:
+        num_items = gl.load(counts)
+    tickets = num_items * num_heads
+    ticket = draw_ticket(workspace)
+    while ticket < tickets:
+        block = ticket // (interleave * num_items)
+        first_head = block * interleave
+        width = gl.minimum(interleave, num_heads - first_head)
+        rest = ticket - first_head * num_items
+        head = first_head + rest % width
+        if PACKED:
+            j_begin = rest // width
+            j_end = j_begin + 1
+        else:
+            item = gl.load(arrays + rest // width)
+            j_begin = gl.load(arrays + num_items + item)
+            j_end = gl.load(arrays + num_items + item + 1)
+        b = head // heads_kv
+        h_kv = head % heads_kv
+        for j in range(j_begin, j_end):
+            mbarrier.wait(bars.index(TILE_EMPTY + (tile & 1)), ((tile >> 1) & 1) ^ 1)
+            write_word(words, tile, HEAD, h_kv)
+            write_word(words, tile, STEP, step)
+            if PACKED:
+                row = arrays + j * TABLE_WORDS
+                q_rows = gl.load(row + 2)
+                keys = gl.load(row + 3)
+                q_end = gl.load(row) + q_rows
+                k_end = gl.load(row + 1) + keys
+                q_tiles = h_kv * group * num_m + gl.load(row + 4)
+                key = gl.load(row + 5) * N
+                first = gl.load(row + 6)
+                count = gl.load(row + 7)
+                write_word(words, tile, BATCH, k_end)
+                write_word(words, tile, FIRST, first)
+                write_word(words, tile, MASK_BEGIN, gl.load(row + 8))
+                write_word(words, tile, MASK_END, gl.load(row + 9))
+                write_word(words, tile, Q_ROWS, q_rows)
+                write_word(words, tile, KEYS, keys)
+                # turn_of in sequences.py: the tile of the last key that a Q tile's last row sees, or of its first's first.
+                write_word(words, tile, SHIFT, keys - q_rows + (right if DESCENDING else -left))
+            else:
+                q_rows = seq_len
+                keys = seq_len_kv
+                q_end = 0
+                k_end = 0
+                q_tiles = head * group * num_m
+                kv_tile = arrays + num_items * 2 + 1
+                key = gl.load(kv_tile + j) * N
+                first = num_items * 2 + 1 + num_tiles * 5 + gl.load(kv_tile + num_tiles + j)
+                count = gl.load(kv_tile + num_tiles * 2 + j)
+                write_word(words, tile, BATCH, b)
+                write_word(words, tile, FIRST, first)
+                write_word(words, tile, MASK_BEGIN, gl.load(kv_tile + num_tiles * 3 + j))
+                write_word(words, tile, MASK_END, gl.load(kv_tile + num_tiles * 4 + j))
+            write_word(words, tile, KEY, key)
+            write_word(words, tile, Q_TILES, q_tiles)
+            write_word(words, tile, COUNT, count)
+            write_word(words, tile, STEPS, count * group)
+            mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
+            buffer = tile % BUFFERS
+            kv_full = bars.index(KV_FULL + buffer)
+            mbarrier.wait(bars.index(KV_EMPTY + buffer), ((tile // BUFFERS) & 1) ^ 1)
+            mbarrier.expect(kv_full, 2 * KV_BYTES)
+            load_rows(k_desc, b, h_kv, key, keys, k_end, kv_full, k_s.index(buffer), PACKED)
+            load_rows(v_desc, b, h_kv, key, keys, k_end, kv_full, v_s.index(buffer), PACKED)
+            # The key that the first row of Q tile 0 sees last, counted from this tile's first, plus 1.
+            reach = keys - q_rows + right + 1 - key
+            for g in range(group if GROUPED else 1):
+                if PACKED:
+                    m_block = first
+                else:
+                    m_block = gl.load(arrays + first)
+                for i in range(count):
+                    stage = step % STAGES
+                    mbarrier.wait(bars.index(Q_EMPTY + stage), ((step // STAGES) & 1) ^ 1)
+                    if MASK == TAIL_MASK:
+                        write_scalar(words, REACH + stage, keys - key)
+                    elif MASK != NO_MASK:
+                        write_scalar(words, REACH + stage, m_block * M + reach)
+                    if MASK == WINDOW_MASK:
+                        write_scalar(words, LIMIT + stage, keys - key)
+                    q_full = bars.index(Q_FULL + stage)
+                    do_full = bars.index(DO_FULL + stage)
+                    q_row = m_block * M
+                    padded = (q_tiles + g * num_m + m_block) * M
+                    h = h_kv * group + g
+                    mbarrier.expect(q_full, Q_BYTES + M * 4)
+                    load_rows(q_desc, b, h, q_row, q_rows, q_end, q_full, q_s.index(stage), PACKED)
+                    tma_load(lse_desc, [padded], q_full, lse_s.index(stage))
+                    mbarrier.expect(do_full, Q_BYTES + M * 4)
+                    load_rows(
+                        do_desc, b, h, q_row, q_rows, q_end, do_full, do_s.index(stage), PACKED
+                    )
+                    tma_load(delta_desc, [padded], do_full, delta_s.index(stage))
+                    step += 1
+                    if PACKED:
+                        m_block += 1
+                    else:
+                        m_block = gl.load(arrays + first + i + 1)
+            # A ticket drawn while this tile still waits for turns would delay everyone who waits for that ticket's item.
+            mbarrier.wait(bars.index(DONE), tile & 1)
+            tile += 1
+        ticket = draw_ticket(workspace)
+    mbarrier.wait(bars.index(TILE_EMPTY + (tile & 1)), ((tile >> 1) & 1) ^ 1)
+    write_word(words, tile, STEPS, -1)
+    mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
+
+
+@gluon.jit
+def turn_in_sequence(words, tile, m_block, DESCENDING: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+    """``turn_of`` of sequences.py from a KV tile's record; the tile is one of the Q tile's contributors."""
+    shift = read_word(words, tile, SHIFT)
+    n_block = read_word(words, tile, KEY) // N
+    if DESCENDING:
+        row = gl.minimum((m_block + 1) * M, read_word(words, tile, Q_ROWS)) - 1
+        return gl.minimum(row + shift, read_word(words, tile, KEYS) - 1) // N - n_block
+    return n_block - gl.maximum(m_block * M + shift, 0) // N
+
+
+@gluon.jit
+def writer(
+    dq_desc, dk_desc, dv_desc, dq_s, words, bars, workspace, bound_us, arrays, num_steps, num_m,
+    W: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
+    D: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, ORDER_OF_START: gl.constexpr,
+):  # fmt: skip
+    """Adds dQ of every second step to global memory in its turn; at a tile's end one writer stores dV, the other dK.
+
+    A turn costs a poll, a reduce and a release, each a trip to L2 and back: in one warp they took as long as a step of
+    the matmuls, in two they hide behind them.
+    """
+    DQ_ROWS: gl.constexpr = M * D // 256
+    semaphores = workspace + HEADER_WORDS
+    tile = 0
+    mbarrier.wait(bars.index(TILE_FULL), 0)
+    while read_word(words, tile, STEPS) >= 0:
+        first = read_word(words, tile, STEP)
+        end = first + read_word(words, tile, STEPS)
+        if POLICY == NO_DQ:
+            mbarrier.arrive(bars.index(DONE))
+        else:
+            ring = first + ((first + W) & 1)
+            # The producer may draw the next ticket once no turn but the last step's can hold this tile up. A kind that
+            # waits on later CTAs must not hold a ticket it has not started at all.
+            if not ORDER_OF_START:
+                if ring > end - 2:
+                    mbarrier.arrive(bars.index(DONE))
+            while ring < end:
+                place = ring - first
+                q_tile = read_word(words, tile, Q_TILES)
+                if GROUPED:
+                    g = place // read_word(words, tile, COUNT)
+                    place -= g * read_word(words, tile, COUNT)
+                    q_tile += g * num_m
+                visited = read_word(words, tile, FIRST) + place
+                if PACKED:
+                    turn = turn_in_sequence(words, tile, visited, DESCENDING, M, N)
+                    q_tile += visited
+                else:
+                    turn = gl.load(arrays + num_steps + visited)
+                    q_tile += gl.load(arrays + visited)
+                stage = ring % DQ_STAGES
+                row = q_tile * DQ_ROWS
+                if POLICY == UNORDERED:
+                    mbarrier.wait(bars.index(RING_FULL + stage), (ring // DQ_STAGES) & 1)
+                    tma_reduce_add(dq_desc, [row, 0], dq_s.index(stage))
+                    tma_store_wait(0)
+                    mbarrier.arrive(bars.index(RING_EMPTY + stage))
+                else:
+                    semaphore = semaphores + q_tile
+                    seen = await_turn(semaphore, turn, workspace, bound_us)
+                    if seen != turn:
+                        report_timeout(workspace, q_tile, turn, seen)
+                    mbarrier.wait(bars.index(RING_FULL + stage), (ring // DQ_STAGES) & 1)
+                    fence_acquired()
+                    if turn == 0:
+                        tma_store(dq_desc, [row, 0], dq_s.index(stage))
+                    else:
+                        tma_reduce_add(dq_desc, [row, 0], dq_s.index(stage))
+                    tma_store_wait(0)
+                    mbarrier.arrive(bars.index(RING_EMPTY + stage))
+                    wait_reduced()
+                    signal_turn(semaphore)
+                if not ORDER_OF_START:
+                    if (ring == end - 2) | (ring == end - 3):
+                        mbarrier.arrive(bars.index(DONE))
+                ring += 2
+            if ORDER_OF_START:
+                mbarrier.arrive(bars.index(DONE))
+        end = read_word(words, tile, STEP) + read_word(words, tile, STEPS)
+        b = read_word(words, tile, BATCH)
+        h = read_word(words, tile, HEAD)
+        row = read_word(words, tile, KEY)
+        keys = read_word(words, tile, KEYS) if PACKED else 0
+        if (end & 1) == W:
+            mbarrier.wait(bars.index(OUT_FULL), tile & 1)
+            store_rows(dv_desc, b, h, row, keys, dq_s.index(end % DQ_STAGES), PACKED)
+        else:
+            mbarrier.wait(bars.index(OUT_FULL + 1), tile & 1)
+            store_rows(dk_desc, b, h, row, keys, dq_s.index((end + 1) % DQ_STAGES), PACKED)
+        tma_store_wait(0)
+        mbarrier.arrive(bars.index(OUT_EMPTY))
+        mbarrier.arrive(bars.index(TILE_EMPTY + (tile & 1)))
+        tile += 1
+        mbarrier.wait(bars.index(TILE_FULL + (tile & 1)), (tile >> 1) & 1)
+    wait_reduced()

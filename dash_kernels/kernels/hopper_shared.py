@@ -1,0 +1,134 @@
+"""What the warp roles of the Hopper backward share: layouts, barriers, and a KV tile's record in shared memory."""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from dash_kernels.kernels.compat import permute_axes
+
+# The workspace: a header (the ticket, then what turnstile.report_timeout writes) and a semaphore a head and Q tile.
+HEADER_WORDS = gl.constexpr(32)
+UNORDERED, ORDERED, NO_DQ = (gl.constexpr(policy) for policy in range(3))
+NO_MASK, CAUSAL_MASK, TAIL_MASK, WINDOW_MASK = (gl.constexpr(mask) for mask in range(4))
+
+# First barrier of each group; a group of stages has room for MAX_STAGES.
+MAX_STAGES = gl.constexpr(4)
+TILE_FULL, TILE_EMPTY, KV_FULL, KV_EMPTY, OUT_FULL, DS_FULL = (gl.constexpr(2 * i) for i in range(6))
+OUT_EMPTY, DONE, DS_EMPTY = (gl.constexpr(12 + i) for i in range(3))
+Q_FULL, DO_FULL, Q_EMPTY, RING_FULL, RING_EMPTY = (gl.constexpr(15 + 4 * i) for i in range(5))
+NUM_BARRIERS = gl.constexpr(35)
+
+# Words of a KV tile's record; two records take turns. What the producer works out once costs the other roles no
+# registers. Steps count over all query heads of the group; STEPS of -1 ends the stream.
+(
+    STEPS, COUNT, BATCH, HEAD, Q_TILES, KEY, FIRST, MASK_BEGIN, MASK_END, STEP, Q_ROWS, KEYS, SHIFT,
+) = (gl.constexpr(word) for word in range(13))  # fmt: skip
+RECORD_WORDS = gl.constexpr(13)
+# In packed sequences BATCH is the row of K at which the sequence ends, FIRST the first Q tile of the visit.
+# After the records: a stage's REACH (keys of the tile that the Q tile's first row sees), LIMIT (keys there are), and a 0.
+REACH = gl.constexpr(26)
+LIMIT = gl.constexpr(30)
+ZERO = gl.constexpr(34)
+NUM_WORDS = gl.constexpr(35)
+
+# A tensor of packed sequences is described so that rows past a sequence's end are out of bounds: the row coordinate ends
+# at ROWS_END, and two more axes take that much off the address again, modulo 2**64.
+ROWS_END = gl.constexpr(1 << 30)
+
+
+@gluon.constexpr_function
+def half_cols(block_m, head_dim):
+    """Columns of a dQ tile that one warpgroup holds: all of its half of 128 rows, or half of the columns of 64 rows."""
+    return head_dim if block_m == 128 else head_dim // 2
+
+
+@gluon.constexpr_function
+def flat_order(block_m, head_dim):
+    """Permutation of the index bits of a dQ tile, rows then columns from the high bit, into the flat layout.
+
+    The warpgroup first, then what :func:`half_order` says: a warpgroup's half is one piece.
+    """
+    rows, cols = block_m.bit_length() - 1, head_dim.bit_length() - 1
+    r = lambda bit: rows - 1 - bit  # noqa: E731
+    c = lambda bit: rows + cols - 1 - bit  # noqa: E731
+    warpgroup = r(6) if block_m == 128 else c(cols - 1)
+    high = half_cols(block_m, head_dim).bit_length() - 2
+    registers = [c(bit) for bit in range(high, 2, -1)]
+    return [warpgroup, r(5), r(4), *registers, r(2), r(1), r(0), c(2), c(1), r(3), c(0)]
+
+
+@gluon.constexpr_function
+def half_order(cols):
+    """:func:`flat_order` of one warpgroup's 64 rows: no bank conflicts when an accumulator is stored in it."""
+    bits = cols.bit_length() - 1
+    r = lambda bit: 5 - bit  # noqa: E731
+    c = lambda bit: 5 + bits - bit  # noqa: E731
+    registers = [c(bit) for bit in range(bits - 1, 2, -1)]
+    return [r(5), r(4), *registers, r(2), r(1), r(0), c(2), c(1), r(3), c(0)]
+
+
+@gluon.constexpr_function
+def half_layout(cols):
+    """Register layout of a flat half that equals, register for register, the accumulator's."""
+    high = (cols // 4).bit_length() - 1  # bits of the flat half's row index
+    registers = [[0, 1], [0, 2], [0, 128]] + [[1 << bit, 0] for bit in range(high - 2)]
+    lanes = [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]]
+    warps = [[1 << (high - 2 + bit), 0] for bit in range(2)]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [cols // 4, 256])
+
+
+@gluon.constexpr_function
+def accumulator_layout(cols):
+    """Accumulator of one warpgroup: 64 rows."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, cols, 16])
+
+
+@gluon.constexpr_function
+def bits(count):
+    return [2] * count
+
+
+@gluon.constexpr_function
+def ds_slots(head_dim):
+    """Buffers for dS: at 128 a second one lets a warpgroup run ahead, at 64 its addresses cost more than it gives."""
+    return 2 if head_dim == 128 else 1
+
+
+@gluon.constexpr_function
+def kv_buffers(head_dim):
+    """Buffers for K and V: at 64 the next KV tile is loaded while this one is worked on; at 128 there is no room."""
+    return 1 if head_dim == 128 else 2
+
+
+@gluon.jit
+def flatten_half(dq, COLS: gl.constexpr):
+    """A warpgroup's 64 x COLS half of dQ in the flat layout, without moving a register."""
+    tile = permute_axes(dq.reshape(bits(5 + COLS.bit_length())), half_order(COLS))
+    return gl.convert_layout(
+        tile.reshape([COLS // 4, 256]), half_layout(COLS), assert_trivial=True
+    )
+
+
+@gluon.jit
+def read_scalar(words, word):
+    """A word of shared memory as a scalar, the same in every thread."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(words.index(word).load(layout), axis=0)
+
+
+@gluon.jit
+def write_scalar(words, word, value):
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    words.index(word).store(gl.full([1], 0, gl.int32, layout) + value)
+
+
+@gluon.jit
+def read_word(words, tile, word: gl.constexpr):
+    """A word of the record of the ``tile``-th KV tile of this CTA, the same in every thread."""
+    return read_scalar(words, (tile & 1) * RECORD_WORDS + word)
+
+
+@gluon.jit
+def write_word(words, tile, word: gl.constexpr, value):
+    write_scalar(words, (tile & 1) * RECORD_WORDS + word, value)

@@ -140,6 +140,8 @@ def settle_window(window_size: Any, causal: bool) -> tuple[bool, int, int]:
 
     Raises ValueError for what is not (left, right) keys on each side of a query's own position.
     """
+    if window_size == (-1, -1):
+        return bool(causal), -1, -1
     try:
         left, right = (-1 if side is None else side for side in window_size)
     except (TypeError, ValueError):

@@ -91,25 +91,12 @@ def backward(
     dout, v, out = (
         kernel_ready(pad_head_dim(x, plan.head_dim_v), copies=plan.strict) for x in (dout, v, out)
     )
-    more: dict[str, Any] = {}
-    if plan.window != (-1, -1):
-        more["window"] = plan.window
-    if options.softcap:
-        more["softcap"] = options.softcap
-    if sequences is not None:
-        more["sequences"] = sequences
-    if dlse is not None:
-        more["dlse"] = dlse
-    heads_kv, group = k.shape[2], q.shape[2] // k.shape[2]
-    if group > 1:
-        k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
-    with plan.first("backward"):
-        dq, dk, dv = launch.backward(
-            dout, q, k, v, out, lse.contiguous(), config=plan.config, causal=options.causal, scale=options.scale,
-            allow_resident=options.allow_resident, sm_margin=options.sm_margin, **more,
-        )  # fmt: skip
-    if group > 1:
-        dk, dv = (x.unflatten(2, (heads_kv, group)).float().sum(3).to(x.dtype) for x in (dk, dv))
+    lse = lse.contiguous()
+    dq, dk, dv = launch.backward(
+        dout, q, k, v, out, lse, config=plan.config, causal=options.causal, scale=options.scale, window=plan.window,
+        softcap=options.softcap, sequences=sequences, dlse=dlse, allow_resident=options.allow_resident,
+        sm_margin=options.sm_margin,
+    )  # fmt: skip
     dsink = None
     if sink is not None:
         from dash_kernels.kernels.sinks import sink_gradient
@@ -195,9 +182,7 @@ def _check_resident(config: Config, problem: Problem, sms: int, options: Options
 
     grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
     heads = problem.batch * problem.heads_kv
-    needed = min_resident(
-        config.schedule, config.group, grid, launch, heads, problem.head_group
-    )
+    needed = min_resident(config.schedule, config.group, grid, launch, heads, problem.head_group)
     if needed > 1:
         cooperative_grid(config, needed, sms, sms, options.sm_margin, options.allow_resident)
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("dash_kernels")
 
-FORWARD_BACKEND = "aten-flash-varlen, portable"  # the rule of kernels/forward.py
+FORWARD_BACKEND = "hopper, aten-flash-varlen, portable"  # the rule of kernels/forward.py
 FLOATING_POINT_FUSION = (
     True  # set explicitly by the launcher: Triton's own default changes between releases
 )

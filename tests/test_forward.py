@@ -1,7 +1,8 @@
-"""What the forward hands to PyTorch's flash attention, on the CPU: a stand-in computes it with the reference."""
+"""Which kernel runs a forward, and what PyTorch's is handed: on the CPU, where a stand-in computes it with the reference."""
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import pytest
@@ -41,8 +42,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash)
     monkeypatch.setattr(module, "LARGEST_GRID", 4)
-    monkeypatch.setattr(module, "pick_kernel", lambda *_: "flash", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr(module, "pick_kernel", lambda *_: "flash")
+    monkeypatch.setattr(module, "_capability", lambda _: (8, 0))
     return seen
 
 
@@ -123,3 +124,25 @@ def test_packed_sequences_pass_through_and_too_many_are_refused(
         ValueError, match="cu_seqlens_q packs 3 sequences; the forward takes up to 2 a call"
     ):
         module.forward(*tensors, causal=True, scale=0.3, sequences=sequences)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="not installed: triton")
+@pytest.mark.parametrize(
+    ("change", "kernel"),
+    [
+        ({}, "hopper"),
+        ({"head_dim": 40}, "hopper"),
+        ({"head_dim_v": 64}, "hopper"),
+        ({"capability": (8, 0)}, "flash"),
+        ({"capability": (10, 0)}, "flash"),
+        ({"head_dim": 192}, "flash"),
+        ({"window": (100, -1)}, "flash"),
+        ({"packed": True}, "flash"),
+        ({"softcap": True}, "portable"),
+        ({"softcap": True, "capability": (8, 0), "packed": True}, "portable"),
+    ],
+)
+def test_the_rule_that_picks_a_kernel(change: dict[str, Any], kernel: str) -> None:
+    call = {"head_dim": 128, "head_dim_v": 128, "dtype": torch.bfloat16, "capability": (9, 0), "window": (-1, -1),
+            "softcap": False, "packed": False}  # fmt: skip
+    assert module.pick_kernel(**call | change) == kernel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 from pathlib import Path
 from typing import Any
@@ -65,3 +66,18 @@ def test_the_backwards_are_what_supports_says(option: str) -> None:
 def test_every_argument_of_attention_is_described() -> None:
     missing = [name for name in inspect.signature(attention).parameters if f"`{name}`" not in TEXT and f"`{name}=" not in TEXT]  # fmt: skip
     assert not missing
+
+
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="not installed: triton")
+@pytest.mark.parametrize("option", PROBLEMS)
+def test_the_forward_is_what_its_rule_says(option: str) -> None:
+    import torch
+
+    from dash_kernels.kernels.forward import pick_kernel
+
+    problem = Problem(**{"mask": "full", "head_dim": 128, "seq_len": 512, **PROBLEMS[option]})
+    window = (problem.window_left, -1 if problem.causal else problem.window_right)
+    picked = pick_kernel(
+        problem.head_dim, problem.head_dim_v, torch.bfloat16, (9, 0), window, problem.softcap, problem.varlen
+    )  # fmt: skip
+    assert rows()[option][2].lower() == picked

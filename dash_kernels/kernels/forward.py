@@ -1,7 +1,8 @@
 """Forward pass behind one function: it picks the kernel, and fixes alignment, layout and order whichever runs.
 
-PyTorch's flash attention, or where that has no answer (softcap) the portable kernel. The choice looks at options, never at
-batch, heads or SMs; numerics.FORWARD_BACKEND names the rule.
+The Hopper kernel where it runs the call, else PyTorch's flash attention, else (softcap) the portable kernel. The choice
+looks at shapes of one head, options and compute capability, never at batch, heads or SMs; numerics.FORWARD_BACKEND
+names the rule.
 
 PyTorch's dense entry splits the keys over CTAs by how full the GPU is, so that its bits depend on batch, heads and SMs.
 The entry for packed sequences never splits when every sequence has its own queries; it is called here with sequences of
@@ -10,12 +11,14 @@ equal length, so a sample's output has the same bits alone and in a batch.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from dash_kernels.layouts import kernel_ready, pad_head_dim
+from dash_kernels.problem import padded_head_dim
 
 LARGEST_GRID = (
     65535  # CTAs along a grid's second and third axis: aten puts sequences and heads there
@@ -33,14 +36,53 @@ def forward(
     a row that sees no key gives zeros and +inf. With ``sequences`` (kernels.sequences.Sequences) B is 1 and the rows
     are packed.
     """
+    kernel = pick_kernel(
+        q.shape[3], v.shape[3], q.dtype, _capability(q.device), window, softcap > 0, sequences is not None
+    )  # fmt: skip
+    if kernel == "hopper":
+        return _hopper(q, k, v, causal, scale)
     q, k, v = (kernel_ready(x, copies=False, elements=8) for x in (q, k, v))
-    if not softcap:
+    if kernel == "flash":
         return _flash(q, k, v, causal, scale, window, sequences)
     from dash_kernels.kernels.forward_portable import forward_portable
 
     return forward_portable(
         q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, sequences=sequences
     )
+
+
+@functools.cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+@functools.lru_cache(maxsize=1024)
+def pick_kernel(
+    head_dim: int, head_dim_v: int, dtype: Any, capability: tuple[int, int], window: tuple[int, int], softcap: bool,
+    packed: bool,
+) -> str:  # fmt: skip
+    """What runs such a forward: hopper, flash or portable."""
+    from dash_kernels.kernels.forward_hopper import supports_forward
+
+    dim = padded_head_dim(max(head_dim, head_dim_v))
+    reason = supports_forward(
+        dim, dim, dtype, capability, window=window, softcap=float(softcap), packed=packed
+    )
+    if not reason:
+        return "hopper"
+    return "portable" if softcap else "flash"
+
+
+def _hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    """The Hopper kernel, with one head_dim for q, k and v that it has tiles for."""
+    from dash_kernels.kernels.forward_hopper import forward_hopper
+
+    dim_v = v.shape[3]
+    widest = padded_head_dim(max(q.shape[3], dim_v))
+    q, k, v = (kernel_ready(pad_head_dim(x, widest), elements=8) for x in (q, k, v))
+    with torch.cuda.device(q.device):
+        out, lse = forward_hopper(q, k, v, causal=causal, scale=scale)
+    return (out if dim_v == widest else out[..., :dim_v].contiguous()), lse
 
 
 def _flash(

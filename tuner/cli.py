@@ -269,6 +269,19 @@ def peers(
 
 
 @app.command()
+def blocks(
+    model: Annotated[Values, typer.Option(help="llama3-8b, qwen2.5-7b, sd3.5-large.")] = None,
+    seq_len: Annotated[Values, typer.Option(help="Default: 4096.")] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=3)] = 20,
+    as_json: AsJson = False,
+) -> None:
+    """Whole transformer blocks, forward and backward, with this attention and with PyTorch's, interleaved."""
+    from tuner.blocks import run_blocks
+
+    raise typer.Exit(run_blocks(_words(model), _numbers("seq-len", seq_len), rounds, as_json))
+
+
+@app.command()
 def doctor(
     why: Annotated[
         str,

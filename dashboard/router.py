@@ -13,14 +13,14 @@ import plotly
 from fastapi import APIRouter, HTTPException, Request, Response
 from fastapi.templating import Jinja2Templates
 
-from dashboard import figures, gantt, model, views
+from dashboard import figures, gantt, model, releases, sections, views
 from dashboard import filters as state
 from dashboard.filters import Filters
 from dashboard.palette import theme_named
 from dashboard.points import Point
 from dashboard.snapshot import Snapshot, Snapshots
 from tuner.results import newest
-from tuner.results.rows import STATUSES, ResultFilter
+from tuner.results.rows import STATUSES, Release, ResultFilter
 from tuner.results.store import Store
 
 HERE = Path(__file__).parent
@@ -119,9 +119,9 @@ class Board:
 
     def report(
         self, gpu: str, source: str, run_id: int | None
-    ) -> tuple[views.RunReport | None, list[tuple[int, str]]]:
+    ) -> tuple[sections.RunReport | None, list[tuple[int, str]]]:
         """The asked run, or the newest of ``source``, and the newest runs of the GPU, those of ``source`` first."""
-        runs = newest.recent_runs(self.store, gpu, source, views.SHOWN_RUNS)
+        runs = newest.recent_runs(self.store, gpu, source, sections.SHOWN_RUNS)
         if not runs:
             return None, []
         asked = newest.runs_by_id(self.store, [run_id])
@@ -141,7 +141,7 @@ class Board:
                 }
                 for row in rows
             ]
-        report = views.RunReport(
+        report = sections.RunReport(
             run_id=shown.id or 0,
             started=f"{shown.started:%Y-%m-%d %H:%M} UTC" if shown.started else "an unknown time",
             command=shown.command,
@@ -169,10 +169,13 @@ class Board:
 def create_router(
     store: Store,
     snapshots: Snapshots,
+    release_of: Callable[[str], Release | None],
     default_gpu: str | None = None,
     reading: Sequence[Any] = (),
 ) -> APIRouter:
-    """Pages over ``store``. Nothing here is part of the API's schema. ``reading`` are dependencies of what reads it."""
+    """Pages over ``store``. Nothing here is part of the API's schema.
+    ``release_of`` answers the release that /best answers from; ``reading`` are dependencies of what reads the store.
+    """
     router = APIRouter(include_in_schema=False)
     board = Board(store, snapshots, default_gpu)
     templates = templates_with(prefix)
@@ -185,7 +188,7 @@ def create_router(
         report, runs = board.report(snapshot.gpu, snapshot.source, filters.run)
         if filters.run is not None and (report is None or report.run_id != filters.run):
             notices.append(f"There is no run {filters.run} of {snapshot.gpu}; the newest is shown.")
-        release = store.get_release(gpu=snapshot.gpu)
+        release = release_of(snapshot.gpu)
         page = views.build_page(
             snapshot,
             filters,
@@ -195,6 +198,7 @@ def create_router(
             runs=runs,
             has_predicted=bool(snapshots.of(snapshot.gpu, "modelled").cells),
             release=f"{release.id}, {release.name}" if release else None,
+            releases=releases.section(store, store.releases(snapshot.gpu), release, snapshot),
         )
         return templates.TemplateResponse(request, "index.html", {"page": page})
 

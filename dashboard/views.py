@@ -10,17 +10,16 @@ from typing import Any
 from markupsafe import Markup, escape
 
 from dash_kernels.problem import Config
-from dash_kernels.schedules import SCHEDULES
 from dashboard import filters as state
 from dashboard.filters import Filters
-from dashboard.model import chart, strips
+from dashboard.model import strips
 from dashboard.palette import MARKS, kind_order
 from dashboard.points import geometric_mean, kind_of, schedule_of, tflops_of
+from dashboard.sections import RunReport, gantt, run_section
 from dashboard.snapshot import Snapshot, one_a_length
 from tuner.winners import Cell, Confidence, Winner, cost, overall, resident
 
 UNKNOWN = "–"
-SHOWN_RUNS = 6
 
 
 MAP_TITLES = {
@@ -43,18 +42,6 @@ SPEED_NOTES = {
 
 
 @dataclass(frozen=True)
-class RunReport:
-    """What became of the configurations of one run."""
-
-    run_id: int
-    started: str
-    command: str
-    source: str
-    counts: Mapping[str, int]
-    failures: Sequence[Mapping[str, str]]
-
-
-@dataclass(frozen=True)
 class Page:
     """Everything the template prints."""
 
@@ -74,6 +61,7 @@ class Page:
     table_empty: str
     gantt: dict[str, Any]
     run: dict[str, Any]
+    releases: Mapping[str, Any] | None
     figures: dict[str, str]
     links: dict[str, str]
     footer: list[str] = field(default_factory=list)
@@ -297,65 +285,6 @@ def _config_row(cell: Cell) -> dict[str, Any]:
     }
 
 
-def gantt(filters: Filters, kind: str) -> dict[str, Any]:
-    """The form and the numbers around the Gantt chart."""
-    own = schedule_of(kind)
-    fallback = own if own.split("(")[0] in SCHEDULES else "shortest_first"
-    drawn = chart(filters, fallback, str(filters.mask or "causal"))
-    known = drawn.kind.split("(")[0] in SCHEDULES
-    stats, note = [], ""
-    if drawn.simulation is not None:
-        sim = drawn.simulation
-        waits = sum(sim.stalls)
-        note = f"{sim.utilisation:.0%} busy"
-        stats = [
-            {"name": "ends at", "value": f"{sim.makespan:g}", "unit": "c"},
-            {"name": "slots busy", "value": f"{sim.utilisation * 100:.0f}", "unit": "%"},
-            {"name": "waiting for a turn", "value": f"{waits:.4g}", "unit": "c, all slots"},
-        ]
-    shape = {k: v for k, v in vars(filters).items() if k in ("gpu", *state.SLICE, "run")}
-    fields = [
-        {
-            "name": "tiles",
-            "label": "tiles a side",
-            "low": 1,
-            "high": 32,
-            "step": 1,
-            "value": filters.tiles,
-        },
-        {"name": "heads", "label": "heads", "low": 1, "high": 8, "step": 1, "value": filters.heads},
-        {
-            "name": "slots",
-            "label": "slots",
-            "low": 1,
-            "high": 132,
-            "step": 1,
-            "value": filters.slots,
-        },
-        {
-            "name": "r",
-            "label": "reduce cost r",
-            "low": 0,
-            "high": 3,
-            "step": 0.05,
-            "value": f"{filters.r:g}",
-        },
-    ]
-    summary = SCHEDULES[drawn.kind.split("(")[0]].summary if known else ""
-    return {
-        "kind": drawn.kind,
-        "mask": drawn.mask,
-        "kinds": state.gantt_kinds(),
-        "masks": ["causal", "full"],
-        "summary": f"{drawn.kind}: {summary}." if summary else "",
-        "error": drawn.error,
-        "stats": stats,
-        "note": note,
-        "fields": fields,
-        "hidden": [(k, v) for k, v in shape.items() if v is not None],
-    }
-
-
 def _strips(kind: str, mask: str, cells: Sequence[Cell]) -> Sequence[Any]:
     """Ascending order over the winner; where ascending itself won, over what is faster with resident CTAs."""
     rows = [winner_of(cell).row for cell in cells]
@@ -408,27 +337,6 @@ def _chip(filters: Filters, name: str, value: Any, label: str) -> dict[str, Any]
     }
 
 
-def run_section(
-    filters: Filters, report: RunReport | None, runs: Sequence[tuple[int, str]]
-) -> dict[str, Any]:
-    """The run that is shown, how to get to the others, and the failed configurations with what was said."""
-    if report is None:
-        return {"note": "No run of this GPU is stored.", "options": [], "failures": []}
-    total = sum(report.counts.values())
-    failed = total - report.counts.get("ok", 0)
-    note = f"Run {report.run_id} of {report.started}, {report.source}: {total} configurations, {failed} not usable."
-    options = [
-        {
-            "id": f"run-{run}",
-            "label": f"run {run}",
-            "href": filters.url(run=run),
-            "current": run == report.run_id,
-        }
-        for run, _ in runs[:SHOWN_RUNS]
-    ]
-    return {"note": note, "options": options, "failures": list(report.failures)}
-
-
 def _short_answer(kind: str, source: str) -> str:
     return {"measured": kind, "modelled": f"{kind} predicted"}.get(source, "not measured")
 
@@ -443,6 +351,7 @@ def build_page(
     runs: Sequence[tuple[int, str]] = (),
     has_predicted: bool = False,
     release: str | None = None,
+    releases: Mapping[str, Any] | None = None,
 ) -> Page:
     """The whole page. ``filters`` may leave things open; they are settled here from what the snapshot has."""
     available = state.options(snapshot.cells)
@@ -464,6 +373,8 @@ def build_page(
     if newest:
         footer.append(f"newest winner of {newest:%Y-%m-%d %H:%M} UTC")
     shape = f"mask={filters.mask}&head_dim={filters.head_dim}&gpu={snapshot.gpu}"
+    if not release:
+        shape += "&release=draft"
     gantt_part = gantt(filters, answer["kind"])
     return Page(
         title=f"DASH: {_short_answer(answer['kind'], snapshot.source)}, {filters.mask}, d {filters.head_dim}, {snapshot.gpu}",
@@ -488,6 +399,7 @@ def build_page(
         table_empty="No cell of this shape has a configuration to serve.",
         gantt=gantt_part,
         run=run_section(filters, report, runs),
+        releases=releases,
         figures={
             "speedup": f"figures/speedup{keep}",
             "tflops": f"figures/tflops{keep}",

@@ -64,7 +64,7 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
         app.include_router(router, prefix=VERSION_PREFIX, dependencies=needs)
     app.include_router(docs.create(app))
     openapi.install(app, settings.root_path)
-    pages = create_router(store, context.snapshots, settings.default_gpu, reading)
+    pages = create_router(store, snapshots, context.release, settings.default_gpu, reading)
     app.include_router(pages)
     app.add_middleware(Cacheable, state=fresh.now, peek=fresh.peek)
     if settings.cors_origins:

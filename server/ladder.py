@@ -9,15 +9,12 @@ from typing import Any
 from dash_kernels.default_rule import DEFAULT_RULE, default_config
 from dash_kernels.device import GPUS
 from dash_kernels.dispatch import compiler_difference
-from dash_kernels.lookup import Difference, LookupTable, Rung, differences
+from dash_kernels.lookup import Difference, Rung, differences
 from dash_kernels.problem import Problem
-from dash_kernels.table_diff import diff
+from dashboard.releases import unreleased
 from server.deps import Context
 from server.errors import ApiError
-from tuner.export import lookup_table, rfc3339
 from tuner.results.queries import DRAFT, NotMeasured, Question, answer
-from tuner.results.rows import Release, StoreError
-from tuner.winners import age
 
 ABOVE = {"exact": (), "nearest": ("exact",), "family": ("exact", "nearest")}
 
@@ -87,7 +84,9 @@ def _of_gpu(context: Context, q: Question, triton: str | None) -> dict[str, Any]
     return body | {
         "measured_on": q.gpu,
         "digest": release.digest if release else None,
-        "unreleased": unreleased(context, release) if release else None,
+        "unreleased": (
+            unreleased(context.store, context.snapshots.of(q.gpu), release) if release else None
+        ),
     }
 
 
@@ -204,33 +203,3 @@ def _default(q: Question) -> dict[str, Any]:
         "best": best,
         "by_seq_len": {},
     }
-
-
-def unreleased(context: Context, release: Release) -> dict[str, Any] | None:
-    """What measurements since ``release`` would change, None where they would change nothing.
-
-    A new sweep answers only who asks for a draft, until it is released: that is said here, with the command.
-    """
-    snapshot = context.snapshots.of(release.gpu)
-    if not snapshot.cells:
-        return None
-    key = ("unreleased", release.digest, snapshot.last_id, context.fresh.now().database)
-
-    def compare() -> dict[str, Any] | None:
-        try:
-            table = lookup_table(context.store, release.gpu, cells=snapshot.cells)
-        except StoreError:
-            return None
-        found = diff(LookupTable.from_dict(release.to_dict()), LookupTable.from_dict(table))
-        changed = [change for change in found.changes if change.change != "removed"]
-        if not changed:
-            return None
-        newest = max((c.best.row for c in snapshot.cells), key=age).created_at
-        return {
-            "cells": len(changed),
-            "bits_change": sum(change.bits for change in changed),
-            "newest": rfc3339(newest) if newest else None,
-            "how": f"release=draft answers from them; dash-tune release --gpu {release.gpu} freezes them",
-        }
-
-    return context.store.remember(key, compare)

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Path, Query, Response
 
 from dash_kernels.lookup import LookupTable
-from dash_kernels.table_diff import diff
+from dashboard.releases import before, compared, described
 from server.caching import FOREVER
 from server.deps import Context, StrictJson
 from server.errors import ApiError, invalid
@@ -89,7 +89,7 @@ def create(context: Context) -> APIRouter:
         known = context.store.releases(gpu)
         if query.new == DRAFT:
             newer: Release | None = None
-            before = known[0] if known else None
+            older = known[0] if known else None
             snapshot = context.snapshots.of(gpu)
             if not snapshot.cells:
                 raise ApiError(404, f"{gpu} has no measured winner; there is nothing to compare")
@@ -97,10 +97,11 @@ def create(context: Context) -> APIRouter:
         else:
             newer = context.release(gpu, query.new)
             assert newer is not None
-            before = _before(known, newer)
+            older = before(known, newer)
             table = LookupTable.from_dict(newer.to_dict())
-        older = context.release(gpu, query.old) if query.old is not None else before
-        found = diff(_table(older, table), table)
+        if query.old is not None:
+            older = context.release(gpu, query.old)
+        found = compared(older, table)
         body = {
             "gpu": gpu,
             "old": _side(older) if older else None,
@@ -135,54 +136,17 @@ def _found(context: Context, number: int) -> Release:
     return release
 
 
-def _before(known: list[Release], release: Release) -> Release | None:
-    """The release of the same GPU before this one, in the order in which they answered."""
-    place = [other.id for other in known].index(release.id)
-    return known[place + 1] if place + 1 < len(known) else None
-
-
-def _table(release: Release | None, other: LookupTable) -> LookupTable:
-    if release is not None:
-        return LookupTable.from_dict(release.to_dict())
-    return LookupTable(other.gpu, "", "", ())
-
-
 def _side(release: Release) -> dict[str, Any]:
     return {"id": release.id, "name": release.name, "digest": release.digest}
 
 
 def _listed(context: Context, releases: list[Release]) -> list[dict[str, Any]]:
-    answers = []
-    served: dict[str, int | None] = {}
+    of_gpu: dict[str, list[Release]] = {}
     for release in releases:
-        if release.gpu not in served:
-            answering = context.release(release.gpu)
-            served[release.gpu] = answering.id if answering else None
-        older = _before([r for r in releases if r.gpu == release.gpu], release)
-        answers.append(_info(context, release, older, release.id == served[release.gpu]))
-    return answers
-
-
-def _info(
-    context: Context, release: Release, older: Release | None, served: bool
-) -> dict[str, Any]:
-    def compare() -> tuple[int, str | None]:
-        table = LookupTable.from_dict(release.to_dict())
-        changes = None if older is None else diff(_table(older, table), table).summary()
-        return len(table.cells), changes
-
-    # Both are immutable: what changed between them is worked out once.
-    key = ("changes", release.digest, older.digest if older else None)
-    cells, changes = context.store.remember(key, compare)
-    return {
-        "id": release.id,
-        "gpu": release.gpu,
-        "name": release.name,
-        "digest": release.digest,
-        "notes": release.notes,
-        "cells": cells,
-        "created_at": release.created_at,
-        "served": served,
-        "changes": changes,
-        "table": f"releases/{release.id}/table.json",
-    }
+        of_gpu.setdefault(release.gpu, []).append(release)
+    found: dict[int | None, dict[str, Any]] = {}
+    for gpu, known in of_gpu.items():
+        answering = context.release(gpu)
+        for info in described(context.store, known, answering.id if answering else None):
+            found[info["id"]] = info
+    return [found[release.id] for release in releases]

@@ -149,7 +149,8 @@ class Echo:
         if task.get("do") == "raise":
             raise ValueError("a bad task")
         if task.get("do") == "child":
-            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+            command = [sys.executable, "-c", "import time; time.sleep(600)"]
+            child = subprocess.Popen(command, start_new_session=task.get("apart", False))
             Path(task["file"]).write_text(str(child.pid))
             time.sleep(600)
         return {"echo": task, "pid": os.getpid(), "cuda": os.environ.get("CUDA_VISIBLE_DEVICES")}

@@ -74,10 +74,13 @@ def test_a_killed_worker_names_the_signal(worker: Worker) -> None:
     assert reply.failure == "runtime"
 
 
-def test_a_timeout_kills_the_worker_with_its_children(worker: Worker, tmp_path: Path) -> None:
+@pytest.mark.parametrize("apart", [False, True], ids=["in its group", "in a session of its own"])
+def test_a_timeout_kills_the_worker_with_its_children(
+    worker: Worker, tmp_path: Path, apart: bool
+) -> None:
     worker.wait_ready()
     started = time.monotonic()
-    reply = worker.call({"do": "child", "file": str(tmp_path / "pid")}, 1.0)
+    reply = worker.call({"do": "child", "apart": apart, "file": str(tmp_path / "pid")}, 1.0)
     assert reply.failure == "timeout"
     assert reply.dead
     assert time.monotonic() - started < 5

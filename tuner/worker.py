@@ -163,9 +163,13 @@ class Worker:
                 return reply
 
     def kill(self) -> None:
-        """End the process and everything it started, and reap it."""
+        """End the process and everything it started, also what has left its group, and reap it."""
+        strays = _descendants(self._process.pid)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        for pid in strays:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
         self._process.wait()
         self.connection.close()
 
@@ -210,6 +214,19 @@ class Worker:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - LOG_TAIL_BYTES))
         return self._log.read().decode(errors="replace")
+
+
+def _descendants(pid: int) -> list[int]:
+    """Processes that ``pid`` has started, and those that they have, of which /proc knows."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError, ValueError, IndexError):  # it may be gone by now
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(entry.parent.name))
+    found = [pid]
+    for one in found:  # grows while it is walked
+        found += children.get(one, [])
+    return found[1:]
 
 
 def _child(fd: int, handler_name: str, options: dict[str, Any]) -> None:

@@ -116,9 +116,10 @@ def section(
     if newer is None:
         line = f"/best and choose() answer from release {answers.id}, {answers.name}: the winners shown here."
         return {"rows": rows, "line": line, "newer": False}
-    bits = newer["bits_change"]
+    cells, bits = newer["cells"], newer["bits_change"]
     line = (
         f"/best answers from release {answers.id}, {answers.name}. The rows shown here are newer: they would change "
-        f"{newer['cells']} cells, the bits of {bits or 'none'}. dash-tune release --gpu {gpu} freezes them."
+        f"{cells} {'cell' if cells == 1 else 'cells'}, in {bits or 'none'} of them also bits. "
+        f"dash-tune release --gpu {gpu} freezes them."
     )
     return {"rows": rows, "line": line, "newer": True}

@@ -208,12 +208,23 @@ def import_rows(db: str | None, source: str) -> int:
 
 
 def release(db: str | None, gpu: str, name: str | None, notes: str) -> None:
-    """Freeze the winners and print the release's number."""
+    """Freeze the winners; print the release's number, and what it changes against the one before it."""
+    from dash_kernels.lookup import LookupTable
+    from dash_kernels.table_diff import diff
     from tuner.export import freeze
 
     with _open(db) as store:
-        made = freeze(store, _gpu(store, gpu), notes, name)
-        print(f"release {made.id}: {made.name}, digest {made.digest[:12]}")
+        gpu = _gpu(store, gpu)
+        older = store.get_release(gpu=gpu)
+        made = freeze(store, gpu, notes, name)
+    print(f"release {made.id}: {made.name}, digest {made.digest[:12]}")
+    if older is None:
+        return
+    old, new = (LookupTable.from_dict(each.to_dict()) for each in (older, made))
+    found = diff(old, new)
+    print(f"against release {older.id}, {older.name}: {found.summary()}")
+    for change in found.changes:
+        print(f"  {change.line()}")
 
 
 def explain(db: str | None, gpu: str, about: str, as_json: bool) -> None:

@@ -1,0 +1,119 @@
+"""Snapshots taken row by row have the winners and points of all rows at once. Every number here is FAKE."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+from fake_rows import fake_problem, fake_row, fill
+
+from dash_kernels.problem import Config
+from dashboard.snapshot import Snapshots, take
+from tuner.results import newest
+from tuner.results.rows import ResultRow, RunInfo
+from tuner.results.store import Store
+
+START = datetime(2026, 1, 1, tzinfo=timezone.utc)
+CONFIGS = (
+    Config(schedule="ascending", launch_order="ascending"),
+    Config(schedule="shortest_first"),
+    Config(schedule="descending"),
+    Config(schedule="symmetric_shift"),
+    Config(schedule="descending", policy="unordered"),
+)
+
+
+@pytest.fixture
+def store() -> Iterator[Store]:
+    with Store.open("sqlite://") as opened:
+        yield opened
+
+
+def whole(store: Store, source: str = "measured") -> object:
+    """What reading every row gives, in the order in which snapshots list it."""
+    last = store.last_result_id()
+    return listed(take("h200", source, last, store.candidates("h200", source=source)))
+
+
+def listed(snapshot: object) -> object:
+    cells = [(cell, cell.servable) for cell in snapshot.cells]  # type: ignore[attr-defined]
+    return cells, snapshot.points  # type: ignore[attr-defined]
+
+
+def random_row(draw: random.Random, number: int) -> ResultRow:
+    """Any config, any age, sometimes failed, sometimes of a final round, sometimes too fast to be true."""
+    problem = fake_problem(draw.choice(("causal", "full")), 128, draw.choice((1024, 4096)))
+    config = draw.choice(CONFIGS).with_(num_stages=draw.choice((1, 2)))
+    status = draw.choice(("ok", "ok", "ok", "correctness", "nondeterministic", "timeout"))
+    speed = draw.choice((400.0, 450.0, 451.0, 2000.0))
+    values: dict[str, object] = {"status": status, "bits_equal": status != "nondeterministic"}
+    if status != "ok":
+        values |= dict.fromkeys(("tflops", "ms", "ms_low", "ms_high", "samples"))
+    if draw.random() < 0.2:
+        values["telemetry"] = {"round": "final"}
+    row = fake_row(problem, config, speed, **values)
+    return replace(row, created_at=START + timedelta(seconds=draw.randrange(50)), id=None)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_row_by_row_is_all_at_once(store: Store, seed: int) -> None:
+    draw = random.Random(seed)
+    sweeps = [
+        RunInfo("h200", {"gpu": "h200", "driver": str(number), "note": "FAKE"}, {"version": 0})
+        for number in range(3)
+    ]
+    snapshots = Snapshots(store)
+    for number in range(60):
+        run = store.start_run(draw.choice(sweeps))
+        store.add(run, random_row(draw, number))
+        if draw.random() < 0.3:
+            assert listed(snapshots.of("h200")) == whole(store)
+    assert listed(snapshots.of("h200")) == whole(store)
+    assert listed(Snapshots(store).of("h200")) == whole(store)
+    total = snapshots.counts()
+    assert sum(total.values()) == store.count() == 60
+    assert total == newest.counts(store, 0, store.last_result_id())
+
+
+def test_each_source_has_its_own(store: Store) -> None:
+    fill(store)
+    snapshots = Snapshots(store)
+    for source in ("measured", "modelled", "compiled"):
+        assert listed(snapshots.of("h200", source)) == whole(store, source)
+    assert snapshots.of("h800").cells == []
+
+
+def test_a_new_row_reads_its_own_cell_only(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(store)
+    snapshots = Snapshots(store)
+    snapshots.of("h200")
+    read: list[tuple[object, ...]] = []
+    real = newest.rows_of
+
+    def counted(store: Store, cell: tuple[object, ...], *rest: object) -> object:
+        read.append(cell)
+        return real(store, cell, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(newest, "rows_of", counted)
+    run = store.start_run(RunInfo("h200", {"note": "FAKE"}, {"version": 9}))
+    store.add(run, fake_row(fake_problem("causal", 128, 1024), Config(), 500.0))
+    snapshots.of("h200")
+    assert len(set(read)) == 1
+
+
+def test_a_database_that_shrank_is_read_anew(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "a.db") as long, Store.open(tmp_path / "b.db") as short:
+        fill(long)
+        fill(short)
+        run = long.start_run(RunInfo("h200", {"note": "FAKE"}, {"version": 9}))
+        long.add(run, fake_row(fake_problem("causal", 128, 1024), Config(), 600.0))
+        snapshots = Snapshots(long)
+        counted = snapshots.counts()
+        assert listed(snapshots.of("h200")) == whole(long)
+        snapshots._store, snapshots.last_id = short, short.last_result_id
+        assert listed(snapshots.of("h200")) == whole(short)
+        assert sum(snapshots.counts().values()) == sum(counted.values()) - 1

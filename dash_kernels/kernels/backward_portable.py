@@ -40,6 +40,15 @@ def main_options(config: Config) -> dict[str, Any]:
     }
 
 
+def dq_transposed(config: Config, head_dim: int, capability: tuple[int, int]) -> bool:
+    """Whether the main kernel forms dQ^T = K^T dS: on Hopper where its tensor cores want 64 rows, or registers are short.
+
+    With dQ = dS^T K a Q tile of 32 rows leaves wgmma for the matmuls of older chips, and dS^T goes through registers: by
+    the compiler's report (benchmarks/results/portable-triton-*.json) a head_dim of 256 then spills twice as much.
+    """
+    return capability[0] == 9 and (config.block_m < 64 or head_dim > 128)
+
+
 def packed_sections(windowed: bool, capability: tuple[int, int]) -> int:
     """``runtime.sections`` for packed sequences: every loop that their masks may need, whatever their lengths."""
     if capability[0] == 10:
@@ -89,6 +98,7 @@ def compile_specs(
         "SECTIONS": loops,
         "RAGGED": ragged or varlen,
         "POLICY": policy,
+        "DQ_TRANSPOSED": dq_transposed(config, head_dim, capability),
         "PERSISTENT": persistent,
         "NUM_WARPS": config.num_warps,
     }
@@ -101,7 +111,8 @@ def compile_specs(
     if config.policy == "two_pass":
         specs.append(kernel_spec(dq_tiles, dtype, {**tile, **tables}, main_options(config)))
     else:
-        cast = {"POLICY": policy, "NUM_WARPS": config.num_warps, **rows, **tables}
+        cast = {name: main[name] for name in ("POLICY", "DQ_TRANSPOSED", "NUM_WARPS")}
+        cast |= {**rows, **tables}
         specs.append(kernel_spec(cast_tiles, dtype, cast, SMALL_OPTIONS))
     return specs
 
@@ -144,6 +155,7 @@ def launch_portable(
     """
     import torch
 
+    capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
     config, grid, arrays = plan.config, plan.grid, plan.arrays
     batch, seq_len, heads, head_dim = q.shape
     seq_len_kv, heads_kv, head_dim_v = v.shape[1:]
@@ -162,13 +174,17 @@ def launch_portable(
         )  # fmt: skip
         num_m, tickets = packed.max_q_tiles, packed.max_kv_tiles * heads_kv
         work = packed.kv_tiles, packed.counts, 0, 0, 0
-        capability = torch.cuda.get_device_capability(q.device) if q.is_cuda else (9, 0)
         loops, ragged = packed_sections(windowed, capability), True
         tables = {"tiles": packed.q_tiles, "counts": packed.counts}
     q_tiles = (batch * heads * num_m,)
     padded_rows = q_tiles[0] * config.block_m
     rows = {"BLOCK_M": config.block_m, "HEAD_DIM": head_dim}
     mask = {"CAUSAL": causal, "WINDOWED": windowed, "SOFTCAP": softcap != 0}
+    flat = {
+        "POLICY": policy,
+        "DQ_TRANSPOSED": dq_transposed(config, head_dim, capability),
+        "NUM_WARPS": config.num_warps,
+    }
     tile = {**rows, "HEAD_DIM_V": head_dim_v, "BLOCK_N": config.block_n, **mask}
 
     def empty(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -190,8 +206,7 @@ def launch_portable(
         q, k, v, dout, lse2, delta, accumulated, dk, dv, workspace, *work,
         plan.interleaved, batch * heads_kv, heads_kv, group, num_m, *strides, *lengths, scale, *factors, bound_ns,
         GROUPED=group > 1, VARLEN=sequences is not None, DESCENDING=descending, SECTIONS=loops, RAGGED=ragged,
-        POLICY=policy, PERSISTENT=plan.cooperative, NUM_WARPS=config.num_warps, **tile,
-        launch_cooperative_grid=plan.cooperative, **main_options(config),
+        PERSISTENT=plan.cooperative, **flat, **tile, launch_cooperative_grid=plan.cooperative, **main_options(config),
     )  # fmt: skip
     if config.policy == "two_pass":
         dq_tiles[q_tiles](
@@ -201,7 +216,7 @@ def launch_portable(
     else:
         cast_tiles[q_tiles](
             accumulated, dq, workspace, turn_record(q.device), *tables.values(), heads, num_m, seq_len, scale,
-            POLICY=policy, NUM_WARPS=config.num_warps, **rows, **SMALL_OPTIONS,
+            **flat, **rows, **SMALL_OPTIONS,
         )  # fmt: skip
     return dq, dk, dv
 

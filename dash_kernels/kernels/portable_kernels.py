@@ -182,7 +182,7 @@ def prepare_tiles(
 def walk(
     dk, dv, k, v, first, last, n_block, m_first, visit, turns, query_head, lengths, factors, workspace, bound_ns,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
-    VARLEN: tl.constexpr, DESCENDING: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    VARLEN: tl.constexpr, DESCENDING: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -226,7 +226,10 @@ def walk(
         ds = (p * (dp - tl.load(delta + rows)[None, :])).to(k.dtype)
         dk = tl.dot(ds, q_tile, dk)
         if POLICY != NO_DQ:
-            part = flatten(tl.dot(tl.trans(ds), k), NUM_WARPS)
+            if DQ_TRANSPOSED:
+                part = flatten(tl.dot(tl.trans(k), ds), NUM_WARPS)
+            else:
+                part = flatten(tl.dot(tl.trans(ds), k), NUM_WARPS)
             dq_tile = dq + row.to(tl.int64) * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)
             if POLICY == ORDERED:
                 wait_for_turn(semaphores + m_block, turn, workspace, bound_ns)
@@ -242,7 +245,7 @@ def walk(
 def walk_head(
     dk, dv, k, v, member, n_block, bounds, m_first, visit, turns, rows, strides, num_m, lengths, factors, workspace, bound_ns,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
-    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -260,7 +263,7 @@ def walk_head(
                 dk, dv, k, v, bounds[section], bounds[section + 1], n_block, m_first, visit, turns,
                 head, lengths, factors, workspace, bound_ns,
                 SECTIONS == ALL_MASKED or (section == 1) != WINDOWED, CAUSAL, WINDOWED, SOFTCAP,
-                VARLEN, DESCENDING, RAGGED, POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
+                VARLEN, DESCENDING, RAGGED, POLICY, DQ_TRANSPOSED, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
             )  # fmt: skip
     return dk, dv
 
@@ -270,7 +273,7 @@ def run_kv_tile(
     k, v, dk_head, dv_head, heads_kv, group, n_block, bounds, m_first, visit, turns, kv_strides, rows, strides, num_m,
     lengths, factors, scale, workspace, bound_ns,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
-    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -288,13 +291,13 @@ def run_kv_tile(
             dk, dv = walk_head(
                 dk, dv, k_tile, v_tile, tl.cast(member, tl.int64), n_block, bounds, m_first, visit, turns, rows, strides, num_m,
                 lengths, factors, workspace, bound_ns, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED,
-                POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
+                POLICY, DQ_TRANSPOSED, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
             )  # fmt: skip
     else:
         dk, dv = walk_head(
             dk, dv, k_tile, v_tile, 0, n_block, bounds, m_first, visit, turns, rows, strides, num_m,
             lengths, factors, workspace, bound_ns, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED,
-            POLICY, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
+            POLICY, DQ_TRANSPOSED, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
         )  # fmt: skip
     store_tile(dk_head, heads_kv * HEAD_DIM, row, seq_len_kv, dk * scale, BLOCK_N, HEAD_DIM)
     store_tile(dv_head, heads_kv * HEAD_DIM_V, row, seq_len_kv, dv, BLOCK_N, HEAD_DIM_V)
@@ -307,7 +310,7 @@ def run_item(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, left, right, scale, scale_log2, cap_log2,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
-    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
     NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -345,7 +348,7 @@ def run_item(
             k + k_start * stride_ks, v + k_start * stride_vs, dk + k_start * heads_kv * HEAD_DIM,
             dv + k_start * heads_kv * HEAD_DIM_V, heads_kv, group, tl.load(tile + 5), bounds, tl.load(tile + 6),
             arrays, arrays, (stride_ks, stride_vs), rows, strides, num_m, lengths, factors, scale, workspace, bound_ns,
-            GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY,
+            GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY, DQ_TRANSPOSED,
             BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
         )  # fmt: skip
     else:
@@ -371,7 +374,7 @@ def run_item(
                 k, v, dk, dv, heads_kv, group, tl.load(kv_tile + tile), bounds, 0, visit + begin, turns + begin,
                 (stride_ks, stride_vs), rows, strides, num_m, (seq_len, seq_len_kv, left, right), factors, scale,
                 workspace, bound_ns,
-                GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY,
+                GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY, DQ_TRANSPOSED,
                 BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
             )  # fmt: skip
 
@@ -388,7 +391,7 @@ def kv_tiles(
     stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
     stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, left, right, scale, scale_log2, cap_log2, bound_ns,
     GROUPED: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
-    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr,
+    DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
     PERSISTENT: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr, NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
@@ -407,7 +410,7 @@ def kv_tiles(
             q, k, v, dout, lse2, delta, dq, dk, dv, workspace, bound_ns,
             stride_qb, stride_qs, stride_qh, stride_kb, stride_ks, stride_kh, stride_vb, stride_vs, stride_vh,
             stride_gb, stride_gs, stride_gh, seq_len, seq_len_kv, left, right, scale, scale_log2, cap_log2,
-            GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY,
+            GROUPED, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED, POLICY, DQ_TRANSPOSED,
             BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
         )  # fmt: skip
         if PERSISTENT:
@@ -419,12 +422,13 @@ def kv_tiles(
 @triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
 def cast_tiles(
     accumulated, dq, workspace, record, tiles, counts, heads, num_m, seq_len, scale,
-    POLICY: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, NUM_WARPS: tl.constexpr,
+    POLICY: tl.constexpr, DQ_TRANSPOSED: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr,
+    NUM_WARPS: tl.constexpr,
 ):  # fmt: skip
     """dQ in the output's dtype: scaled; 0 where nothing was added; NaN everywhere once a turn has not come.
 
     In that case the first program copies what the header says of it to ``record`` (host memory): 1, head, Q tile,
-    turn, contributions seen. NUM_WARPS is that of the main kernel; ``tiles`` and ``counts`` as in ``prepare_tiles``.
+    turn, contributions seen. NUM_WARPS and DQ_TRANSPOSED are the main kernel's; ``tiles`` and ``counts`` as in ``prepare_tiles``.
     """
     program = tl.program_id(0)
     head = program // num_m
@@ -457,5 +461,8 @@ def cast_tiles(
         vector = tl.where(aborted, float("nan"), vector)
     else:
         vector = tl.load(source)
-    tile = unflatten(vector * scale, BLOCK_M, HEAD_DIM, NUM_WARPS)
+    if DQ_TRANSPOSED:
+        tile = tl.trans(unflatten(vector * scale, HEAD_DIM, BLOCK_M, NUM_WARPS))
+    else:
+        tile = unflatten(vector * scale, BLOCK_M, HEAD_DIM, NUM_WARPS)
     store_tile(dq, heads * HEAD_DIM, m_block * BLOCK_M, seq_len, tile, BLOCK_M, HEAD_DIM)

@@ -147,6 +147,50 @@ def test_packed_sequences_are_each_on_its_own(mask: dict[str, Any], extra: dict[
         assert torch.equal(x[used:], torch.full_like(x[used:], INF if x.dtype == torch.float32 else 0))  # fmt: skip
 
 
+def drawn(batch: int, length: int, heads: int, dim: int) -> torch.Tensor:
+    """Inputs of the cases from the field: fp16, three times normal."""
+    return torch.randn(batch, length, heads, dim).mul(3).half().requires_grad_()
+
+
+def test_case_5_rows_that_see_no_key_are_exact() -> None:
+    q, k, v = drawn(1, 76, 1, 32), drawn(1, 1, 1, 32), drawn(1, 1, 1, 32)
+    out = attention(q, k, v, causal=True)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert not out[:, :75].any()
+    assert not dq.any()
+    assert not dk.any()
+    assert (dv == 1).all()
+    q, k, v = drawn(1, 128, 2, 16), drawn(1, 32, 2, 16), drawn(1, 32, 2, 16)
+    (dq,) = torch.autograd.grad(attention(q, k, v, causal=True).sum(), q)
+    assert not dq[:, :96].any()
+    assert dq[:, 97:].abs().amax((0, 2, 3)).all()
+
+
+def test_case_6_one_row() -> None:
+    q, k, v = (drawn(1, 1, 1, 16) for _ in range(3))
+    out = attention(q, k, v)
+    dq, dk, dv = torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+    assert (dv == 1).all()
+    assert not dq.any()
+    assert not dk.any()
+
+
+def test_case_8_strides_change_no_bit() -> None:
+    q, k, v, dout = (drawn(2, 9, 4, 16).detach() for _ in range(4))
+    for inputs in (
+        (q, k, v, dout[..., :1].expand(dout.shape)),
+        (q, k, v, dout.transpose(1, 2).contiguous().transpose(1, 2)),
+        (q, k.transpose(2, 3).contiguous().transpose(2, 3), v[:, :, :1].expand(v.shape), dout),
+        (*torch.stack([q, k, v], 2).unbind(2), dout),
+    ):
+        results = []
+        for *qkv, gradient in (inputs, [x.contiguous() for x in inputs]):
+            qkv = [x.detach().requires_grad_() for x in qkv]
+            results.append(torch.autograd.grad(attention(*qkv, causal=True), qkv, gradient))
+        for x, y in zip(*results, strict=True):
+            assert_bits_equal(x, y)
+
+
 def test_a_window_right_of_zero_is_causal_and_none_is_unlimited() -> None:
     tensors, _ = made((9, 12), (2, 2, 16, 16), {})
     causal = attention(*tensors, causal=True)

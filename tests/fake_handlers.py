@@ -124,11 +124,12 @@ class FakeCompiler:
                 )
             }
         how = os.environ.get("DASH_FAKE_COMPILE", "")
-        if how == "fail" and task["config"]["signal"] == "plain":
+        portable = task["config"]["backend"] == "portable"
+        if how == "fail" and portable:
             raise CandidateError("compile", "ptxas fatal: out of registers")
         if how == "hang":
             time.sleep(600)
-        large = how == "large" and task["config"]["heads_interleaved"] == 1
+        large = how == "large" and portable
         shared = 240000 if large else 214016
         return {"registers": 168, "spill_bytes": 0, "shared_bytes": shared}
 

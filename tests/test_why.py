@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 
 from dash_kernels import dispatch
+from dash_kernels.default_rule import default_config
 from dash_kernels.device import environment, environment_difference, environment_key, software
 from dash_kernels.problem import Config, Problem
 from tuner.cli import main
+from tuner.export import lookup_table, table_json
 from tuner.policy import MeasurementPolicy
 from tuner.results import ResultRow, RunInfo, Store
 from tuner.results.rows import environment_key as key_of_rows
@@ -24,7 +26,15 @@ PROBLEM = Problem("causal", 128, 4096, batch=4, heads=16)
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """An empty database, and a table of three cells in force that was made with Triton 3.6.0."""
+    with Store.open("sqlite://") as tuned:
+        run = tuned.start_run(RunInfo("h200", {"gpu": "h200", "triton": "3.6.0"}))
+        for problem in (PROBLEM, Problem("causal", 64, 512), Problem("full", 64, 4096)):
+            row = ResultRow.of(problem, default_config(problem, (9, 0)), gpu="h200", tflops=500.0)
+            tuned.add(run, replace(row, ms=1.0, min_resident=1))
+        (tmp_path / "table.json").write_text(table_json(lookup_table(tuned, "h200", "tuned")))
     monkeypatch.setattr(dispatch, "_state", dispatch._State())
+    monkeypatch.setenv("DASH_TABLE", str(tmp_path / "table.json"))
     with Store.open(tmp_path / "rows.sqlite") as opened:
         yield opened
 

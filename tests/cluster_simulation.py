@@ -63,6 +63,7 @@ class Simulation:
         self.asleep: dict[int, float] = {}
         self.killed = self.slept = 0
         self.codes: Counter[int] = Counter()
+        self._begun = False
 
     def run(self) -> Report:
         started = time.monotonic()
@@ -74,8 +75,9 @@ class Simulation:
             time.sleep(self.random.uniform(0, 0.1))
             self._wake()
             self._reap()
-            if self.killed + self.slept < self.kills and self.running - set(self.asleep):
-                self._strike()
+            awake = sorted(self.running - set(self.asleep))
+            if awake and self.killed + self.slept < self.kills and self._has_begun():
+                self._strike(self.random.choice(awake))
         return self._report(time.monotonic() - started)
 
     def _start(self) -> None:
@@ -83,8 +85,13 @@ class Simulation:
             self.forks.start(self.db, filters=self.shapes, lease_s=LEASE_S, own_machine=True)
         )
 
-    def _strike(self) -> None:
-        pid = self.random.choice(sorted(self.running - set(self.asleep)))
+    def _has_begun(self) -> bool:
+        if not self._begun:
+            with Store.open(self.db) as store:
+                self._begun = store.count() > 0
+        return self._begun
+
+    def _strike(self, pid: int) -> None:
         if self.random.random() < 0.5:
             os.kill(pid, signal.SIGSTOP)
             self.asleep[pid] = time.monotonic() + LEASE_S * self.random.uniform(0.5, 2)
@@ -137,7 +144,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--workers", type=int, default=64)
     parser.add_argument("--kills", type=int, default=64)
-    parser.add_argument("--seconds-a-config", default="0.05")
+    parser.add_argument("--seconds-a-config", default="0.3")
     parser.add_argument("--db", help="default: a PostgreSQL of its own, else SQLite")
     asked = parser.parse_args()
     server, db = None, asked.db

@@ -173,3 +173,13 @@ def test_many_at_once_get_each_config_once(store: Store) -> None:
         taken = [claim for found in pool.map(work, range(8)) for claim in found]
     assert sorted(claim.config_hash for claim in taken) == sorted(HASHES)
     assert {claim.token for claim in taken} == {1}
+
+
+def test_a_claim_whose_answer_was_lost_is_taken_anew(store: Store) -> None:
+    mine = claims(store)
+    mine.offer(HASHES)
+    (lost,) = mine.take(HASHES[:1])
+    assert mine.take(HASHES[:1]) == [], "what is held is not taken twice"
+    mine.written(lost)  # as if the answer had never come
+    (again,) = mine.take(HASHES[:1])
+    assert again.token == lost.token + 1

@@ -571,3 +571,17 @@ def test_releases_are_numbered_and_immutable(store: Store) -> None:
 def test_a_home_folder_that_is_not_there_is_named_with_the_remedy() -> None:
     with pytest.raises(StoreError, match="no home folder.*--db PATH"):
         database.resolve_url("~no-such-user/results.db")
+
+
+def test_a_host_that_is_lost_inside_a_transaction_does_not_keep_the_others_waiting(
+    postgres: PostgresServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "SILENT_SECONDS", 1.0)
+    url = postgres.database()
+    with Store.open(url) as lost, Store.open(url) as other:
+        run_id = lost.start_run(RUN)
+        with pytest.raises(StoreError), lost._write() as connection:  # noqa: PT012
+            lost._append(connection, run_id, [row(1)])
+            other.add(run_id, row(2))  # waits until the server has ended the silent one
+            connection.execute(text("SELECT 1"))
+        assert [found.config_hash for found in other.results()] == [row(2).config_hash]

@@ -101,11 +101,10 @@ class Sweep:
                 self._step()
             if not self._stop and self.gpus is not None:
                 self._final_round(deadline)
-        finally:
-            self._share.end()
-            for run in (self.run_id, self._modelled_run):
-                if run is not None:
-                    self.store.finish_run(run)
+        except Exception:
+            self._finish()
+            raise
+        self._finish()  # not after a second Ctrl-C, which may have cut a transaction of this process short
         self.summary.left = len(self._open_items())
         if self.summary.left:
             self.stop("budget")
@@ -115,6 +114,13 @@ class Sweep:
             available = len(self.gpus.slots) * (time.monotonic() - self._first_start)
             self.summary.gpu_busy = min(1.0, self._gpu_seconds / available)
         return self.summary
+
+    def _finish(self) -> None:
+        """Give back what is in hand, and note when the runs ended."""
+        self._share.end()
+        for run in (self.run_id, self._modelled_run):
+            if run is not None:
+                self.store.finish_run(run)
 
     def _meet_gpu(self) -> None:
         """Learn the environment from the first GPU worker; what needs no GPU goes on while it starts."""
@@ -367,7 +373,7 @@ class Sweep:
             **columns,
         )
         if self.run_id is None:
-            self.run_id = self.store.start_run(self.run_info)
+            self.run_id = self._share.patiently(lambda: self.store.start_run(self.run_info))
         if self._share.write(item, self.run_id, row, also):
             self._count(row)
 

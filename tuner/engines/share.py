@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 from uuid import uuid4
 
 from tuner.plan import Item, SweepSettings
-from tuner.results import ResultRow, RunInfo, Store
+from tuner.results import ResultRow, RunInfo, Store, StoreUnavailable
 from tuner.results.claims import Claim, ClaimLost, Claims
 
 ASKED_AT_ONCE = 16  # candidates that one claim may choose from
 REFRESH_S = 2.0
+OUTAGE_S = 120.0
+T = TypeVar("T")
 
 
 @dataclass
@@ -60,7 +63,7 @@ class Share:
         None where the first few are all taken; the caller asks again with what still waits.
         """
         asked = items[:ASKED_AT_ONCE]
-        claims = self.claims.take([item.hash for item in asked])
+        claims = self.patiently(lambda: self.claims.take([item.hash for item in asked]))
         for item in asked:
             if claims and item.hash == claims[0].config_hash:
                 return item
@@ -68,10 +71,22 @@ class Share:
         self._look_around()
         return None
 
+    def patiently(self, call: Callable[[], T]) -> T:
+        """``call()``, again for up to OUTAGE_S while the database does not answer: it restarts, or fails over."""
+        until, pause = time.monotonic() + OUTAGE_S, 0.5
+        while True:
+            try:
+                return call()
+            except StoreUnavailable:
+                if time.monotonic() + pause > until:
+                    raise
+            time.sleep(pause)
+            pause = min(2 * pause, 10.0)
+
     def _look_around(self) -> None:
         """Others have been faster: learn at once what is left, instead of asking for one after the other."""
         waiting = {item.hash: item for item in self._items if item.state == "waiting"}
-        standing = self.claims.standing(waiting)
+        standing = self.patiently(lambda: self.claims.standing(waiting))
         for name in standing.done | standing.taken:
             self._give_up(waiting[name])
 
@@ -101,7 +116,7 @@ class Share:
     ) -> bool:
         """Store rows together with the end of their claim; False, and nothing stored, where it was lost."""
         try:
-            self.store.add_many(run_id, rows, claim, also)
+            self.patiently(lambda: self.store.add_many(run_id, rows, claim, also))
         except ClaimLost:
             return False
         finally:
@@ -122,8 +137,8 @@ class Share:
         if not self._elsewhere or since < REFRESH_S / (4 if idle else 1):
             return news
         self._refreshed = time.monotonic()
-        standing = self.claims.standing(self._elsewhere)
-        statuses = self.store.statuses(self.run, standing.done)
+        standing = self.patiently(lambda: self.claims.standing(self._elsewhere))
+        statuses = self.patiently(lambda: self.store.statuses(self.run, standing.done))
         for name, item in list(self._elsewhere.items()):
             if name in standing.taken:
                 continue

@@ -121,7 +121,12 @@ class Claims:
                 )
 
     def take(self, hashes: Sequence[str], limit: int = 1) -> list[Claim]:
-        """Claim up to ``limit`` of these, in this order; those that others hold or have finished are passed over."""
+        """Claim up to ``limit`` of these, in this order; those that others hold or have finished are passed over.
+
+        One that the database gives to this process without its knowledge is taken anew: the answer to an earlier call
+        was lost with its connection.
+        """
+        hashes = [name for name in hashes if name not in self.held]
         if not hashes:
             return []
         order = case(
@@ -135,7 +140,10 @@ class Claims:
                 .where(
                     or_(
                         ClaimTable.state == OPEN,
-                        and_(ClaimTable.state == TAKEN, ClaimTable.expires < now),
+                        and_(
+                            ClaimTable.state == TAKEN,
+                            or_(ClaimTable.expires < now, ClaimTable.owner == str(self.owner)),
+                        ),
                     )
                 )
                 .order_by(order)

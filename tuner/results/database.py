@@ -20,6 +20,7 @@ from tuner.results.rows import StoreError, StoreUnavailable
 log = logging.getLogger("dash.results")
 
 BUSY_SECONDS = 30.0
+SILENT_SECONDS = 30.0  # inside a PostgreSQL transaction, before the server ends it
 BUSY_VARIABLE = "DASH_SQLITE_BUSY_S"
 JOURNAL_VARIABLE = "DASH_SQLITE_JOURNAL"
 CHOOSE = "pass --db PATH or set DASH_DB"
@@ -339,7 +340,15 @@ def _postgres_engine(url: URL) -> Engine:
     except ImportError:
         raise StoreError('PostgreSQL needs psycopg: pip install "psycopg[binary]"') from None
     query = {"connect_timeout": "5", **url.query}
-    return create_engine(url.set(query=query), pool_pre_ping=True, pool_size=8, max_overflow=24)
+    engine = create_engine(url.set(query=query), pool_pre_ping=True, pool_size=8, max_overflow=24)
+
+    @event.listens_for(engine, "connect")
+    def connected(connection: Any, _: Any) -> None:
+        """A host that is lost inside a transaction must not hold the others' locks for as long as TCP believes in it."""
+        connection.execute(f"SET idle_in_transaction_session_timeout = {SILENT_SECONDS * 1000:.0f}")
+        connection.commit()
+
+    return engine
 
 
 def _prepare_postgres(engine: Engine, url: URL, read_only: bool) -> None:

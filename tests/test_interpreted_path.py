@@ -1,4 +1,4 @@
-"""The kernels of attention sinks and of packed tails in Triton's interpreter, against float64."""
+"""The CUDA path in Triton's interpreter, against float64: sinks, packed tails, and attention whole."""
 
 from __future__ import annotations
 
@@ -20,14 +20,18 @@ pytestmark = pytest.mark.skipif(bool(NEEDED), reason=f"not installed: {', '.join
 @pytest.fixture(scope="module")
 def answers() -> list[dict[str, Any]]:
     run = subprocess.run(
-        [sys.executable, str(ROOT / "tests" / "sinks_interpreter.py")],
-        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)},
+        [sys.executable, str(ROOT / "tests" / "interpreted_path.py")],
+        env={
+            **os.environ,
+            "TRITON_INTERPRET": "1",
+            "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")]),
+        },
         capture_output=True,
         text=True,
         check=False,
     )
     lines = run.stdout.splitlines()
-    assert len(lines) == 6, run.stderr
+    assert len(lines) == 8, run.stderr
     return [json.loads(line) for line in lines]
 
 
@@ -39,4 +43,11 @@ def test_sinks_take_their_share_and_have_its_gradient(answers: list[dict[str, An
 
 
 def test_only_rows_of_no_sequence_are_cleared(answers: list[dict[str, Any]]) -> None:
-    assert [answer["cleared"] for answer in answers[3:]] == [True, True, True]
+    assert [answer["cleared"] for answer in answers[3:6]] == [True, True, True]
+
+
+def test_attention_from_its_options_to_its_gradients(answers: list[dict[str, Any]]) -> None:
+    for errors in answers[6:]:
+        assert list(errors) == ["out", "lse", "dq", "dk", "dv", "dsink"]
+        assert errors.pop("lse") <= 1e-5
+        assert max(errors.values()) <= 2 * 2**-10, errors  # P and dS rounded to fp16 on the way

@@ -52,8 +52,8 @@ class Measurer:
             "memory_bytes": self._memory(),
         }
         self.cells: OrderedDict[Problem, Cell] = OrderedDict()
-        self.at_rest = 0
         self.ceiling = round(matmul_tflops(torch, self.sampler), 1)
+        self.at_rest = torch.cuda.memory_allocated()
 
     def _memory(self) -> int:
         return int(self.torch.cuda.get_device_properties(0).total_memory)

@@ -92,11 +92,12 @@ def backward(
         kernel_ready(pad_head_dim(x, plan.head_dim_v), copies=plan.strict) for x in (dout, v, out)
     )
     lse = lse.contiguous()
-    dq, dk, dv = launch.backward(
-        dout, q, k, v, out, lse, config=plan.config, causal=options.causal, scale=options.scale, window=plan.window,
-        softcap=options.softcap, sequences=sequences, dlse=dlse, allow_resident=options.allow_resident,
-        sm_margin=options.sm_margin,
-    )  # fmt: skip
+    with plan.first("backward"):
+        dq, dk, dv = launch.backward(
+            dout, q, k, v, out, lse, config=plan.config, causal=options.causal, scale=options.scale, window=plan.window,
+            softcap=options.softcap, sequences=sequences, dlse=dlse, allow_resident=options.allow_resident,
+            sm_margin=options.sm_margin,
+        )  # fmt: skip
     dsink = None
     if sink is not None:
         from dash_kernels.kernels.sinks import sink_gradient

@@ -75,7 +75,7 @@ def kind_class(label: str) -> str:
 
 def breakable(name: str) -> Markup:
     """A kind's name that may break after an underscore, where a column is narrow."""
-    return Markup(escape(name).replace("_", Markup("_<wbr>")))
+    return escape(name).replace("_", Markup("_<wbr>"))
 
 
 def length(seq_len: int) -> str:

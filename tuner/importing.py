@@ -37,7 +37,7 @@ from tuner.results.rows import (
     StoreError,
 )
 from tuner.t4 import is_t4, parse_t4
-from tuner.winners import overall, winners
+from tuner.winners import age, overall, winners
 
 if TYPE_CHECKING:
     from tuner.results.store import Store
@@ -208,7 +208,9 @@ def _load_release(store: Store, gpu: str, uuids: set[str]) -> None:
     if table.digest in {release.digest for release in there}:
         return
     taken = table.release in {release.name for release in there}
-    rows = [pair for pair in store.candidates(gpu) if pair[0].run_uuid in uuids]
+    ids = [run.id for run in store.runs(gpu) if run.uuid in uuids]
+    found = [pair for run_id in ids for pair in store.candidates(gpu, ResultFilter(run_id=run_id))]
+    rows = sorted(found, key=lambda pair: age(pair[0]))
     release = Release(
         gpu,
         f"{table.release}.{table.digest[:8]}" if taken else table.release,

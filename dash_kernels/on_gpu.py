@@ -27,17 +27,17 @@ class Plan(NamedTuple):
     head_dim_v: int
     strict: bool  # the backward reads through TMA
     name: str  # of the kernels that run
-    launched: set[str]  # what this process has launched already
 
     def first(self, what: str) -> AbstractContextManager[None]:
         """The lock of a first launch, which compiles: the processes of a host compile a new kernel once."""
-        if what in self.launched:
+        if (what, self.name) in _launched:
             return _NO_LOCK
-        self.launched.add(what)
+        _launched.add((what, self.name))
         return compile_once(f"{what} {self.name}")
 
 
 _NO_LOCK: AbstractContextManager[None] = nullcontext()
+_launched: set[tuple[str, str]] = set()  # by this process, of whatever shape
 
 
 def forward(
@@ -174,7 +174,7 @@ def resolve(
     dims = (max(dims), max(dims)) if strict else dims
     form = problem.mask, problem.dtype, problem.windowed, problem.softcap, problem.varlen
     name = " ".join(map(str, (config.key(), *dims, *form)))
-    return Plan(config, (left, right), *dims, strict, name, set())
+    return Plan(config, (left, right), *dims, strict, name)
 
 
 def _check_resident(config: Config, problem: Problem, sms: int, options: Options) -> None:

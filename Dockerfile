@@ -26,13 +26,14 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=20s --retries=5 \
 ENTRYPOINT ["dash-serve"]
 CMD ["--host", "0.0.0.0", "--port", "8000"]
 
-# gcc and the C library's headers: Triton builds a small launcher for every kernel it starts.
+# gcc and the C library's headers: Triton builds a small launcher for every kernel it starts. wget and Ray's dashboard:
+# KubeRay probes with the one and submits jobs through the other (docs/cluster.md).
 FROM base AS tuner
-RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/* \
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev wget && rm -rf /var/lib/apt/lists/* \
     && install -d -o 10001 -g 10001 /cache
 COPY constraints.txt /tmp/constraints.txt
 RUN --mount=from=wheel,source=/wheels,target=/wheels \
-    pip install --no-cache-dir --constraint /tmp/constraints.txt "$(ls /wheels/*.whl)[postgres]"
+    pip install --no-cache-dir --constraint /tmp/constraints.txt "$(ls /wheels/*.whl)[postgres,ray]" "ray[default]"
 USER 10001
 ENTRYPOINT ["dash-tune"]
 CMD ["--gpu", "auto"]

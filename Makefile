@@ -5,6 +5,8 @@ HOST ?= 127.0.0.1
 PORT ?= 8000
 MAX_HEAD_DIM ?= 128
 KERNEL_DEBUG ?= 0
+WORKERS ?= 64
+KILLS ?= 64
 TESTS ?= tests
 VENV ?= .venv
 
@@ -21,7 +23,7 @@ TRITON_VENVS := .venv-triton-$(TRITON_OLDEST) .venv-triton-$(TRITON_NEWEST)
 PY := $(VENV)/bin/python
 PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --quiet --no-compile
 
-.PHONY: help run serve test lint format dash_kernel load soak fuzz audit python-check port-check clean
+.PHONY: help run serve test lint format dash_kernel load soak fuzz audit simulate-cluster python-check port-check clean
 
 help:
 	@echo "make run           set up, tune (GPU) or compile and model (no GPU), serve on http://$(HOST):$(PORT)"
@@ -31,6 +33,7 @@ help:
 	@echo "make dash_kernel   compile every shipped winner ahead of time (MAX_HEAD_DIM=128 KERNEL_DEBUG=0)"
 	@echo "make load | soak   measure the service with 1,000,000 rows | watch its memory for 10 minutes (LOAD_DB=postgresql://...)"
 	@echo "make fuzz          call the API with generated input for long (FUZZ_EXAMPLES=300)"
+	@echo "make simulate-cluster   64 commands on one sweep, killed at random, with fake measurement (WORKERS=64 KILLS=64)"
 	@echo "make audit         bandit over the code, pip-audit over what is installed"
 	@echo "make clean         remove the environments and caches that make created"
 	@echo "Settings: PORT, HOST, PYTHON, DASH_DB"
@@ -66,6 +69,10 @@ lint: $(VENV)/.installed-test
 format: $(VENV)/.installed-test
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
+
+# Fake measurement, a real PostgreSQL: WORKERS commands share one sweep while KILLS of them are killed or put to sleep.
+simulate-cluster: $(VENV)/.installed-test
+	$(PY) tests/cluster_simulation.py --workers "$(WORKERS)" --kills "$(KILLS)"
 
 # KERNEL_DEBUG=1 compiles anew and keeps each stage (TTGIR, LLVM IR, PTX, SASS, cubin) in build/kernels.
 dash_kernel: $(VENV)/.installed

@@ -23,7 +23,7 @@ TRITON_VENVS := .venv-triton-$(TRITON_OLDEST) .venv-triton-$(TRITON_NEWEST)
 PY := $(VENV)/bin/python
 PIP_INSTALL := -m pip --disable-pip-version-check install --quiet --quiet --no-compile
 
-.PHONY: help run serve test lint format dash_kernel load soak fuzz audit simulate-cluster python-check port-check clean
+.PHONY: help run serve test lint format dash_kernel load soak fuzz audit sanitize simulate-cluster python-check port-check clean
 
 help:
 	@echo "make run           set up, tune (GPU) or compile and model (no GPU), serve on http://$(HOST):$(PORT)"
@@ -35,6 +35,7 @@ help:
 	@echo "make fuzz          call the API with generated input for long (FUZZ_EXAMPLES=300)"
 	@echo "make simulate-cluster   64 commands on one sweep, killed at random, with fake measurement (WORKERS=64 KILLS=64)"
 	@echo "make audit         bandit over the code, pip-audit over what is installed"
+	@echo "make sanitize      compute-sanitizer over small backwards (needs a GPU)"
 	@echo "make clean         remove the environments and caches that make created"
 	@echo "Settings: PORT, HOST, PYTHON, DASH_DB"
 
@@ -83,6 +84,11 @@ dash_kernel: $(VENV)/.installed
 		*) echo "KERNEL_DEBUG is '$(KERNEL_DEBUG)'; choose 0 or 1" >&2; exit 2 ;; \
 	esac; \
 	$(PY) -m dash_kernels.kernels.compile --shipped --max-head-dim "$(MAX_HEAD_DIM)"
+
+sanitize: $(VENV)/.installed
+	@for tool in memcheck racecheck synccheck; do \
+		echo "$$tool"; compute-sanitizer --tool $$tool --error-exitcode 1 $(PY) benchmarks/sanitize.py || exit 1; \
+	done
 
 # Outside the gate: they take minutes, and their figures are of the machine that runs them.
 LOAD_DB ?= build/load.db

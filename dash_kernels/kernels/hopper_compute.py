@@ -215,7 +215,7 @@ def consumer(
         else:
             # The bounds of the three loops are read where they are needed, which costs less than registers across a loop.
             begin = first
-            for g in range(group if GROUPED else 1):
+            for _head in range(group if GROUPED else 1):
                 for step in range(begin, begin + read_word(words, tile, MASK_BEGIN)):
                     dk, dv = one_step(
                         dk, dv, step, first, buffer, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars,

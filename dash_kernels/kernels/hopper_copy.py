@@ -208,7 +208,9 @@ def producer(
 
 
 @gluon.jit
-def turn_in_sequence(words, tile, m_block, DESCENDING: gl.constexpr, M: gl.constexpr, N: gl.constexpr):
+def turn_in_sequence(
+    words, tile, m_block, DESCENDING: gl.constexpr, M: gl.constexpr, N: gl.constexpr
+):
     """``turn_of`` of sequences.py from a KV tile's record; the tile is one of the Q tile's contributors."""
     shift = read_word(words, tile, SHIFT)
     n_block = read_word(words, tile, KEY) // N
@@ -224,7 +226,7 @@ def writer(
     W: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
-    """Adds dQ of every second step to global memory in its turn; at a tile's end one writer stores dV, the other dK.
+    """Adds dQ of every second step to global memory in its turn; at a tile's end writer 0 stores dV, writer 1 dK.
 
     A turn costs a poll, a reduce and a release, each a trip to L2 and back: in one warp they took as long as a step of
     the matmuls, in two they hide behind them.
@@ -292,7 +294,7 @@ def writer(
         h = read_word(words, tile, HEAD)
         row = read_word(words, tile, KEY)
         keys = read_word(words, tile, KEYS) if PACKED else 0
-        if (end & 1) == W:
+        if W == 0:
             mbarrier.wait(bars.index(OUT_FULL), tile & 1)
             store_rows(dv_desc, b, h, row, keys, dq_s.index(end % DQ_STAGES), PACKED)
         else:

@@ -14,7 +14,9 @@ NO_MASK, CAUSAL_MASK, TAIL_MASK, WINDOW_MASK = (gl.constexpr(mask) for mask in r
 
 # First barrier of each group; a group of stages has room for MAX_STAGES.
 MAX_STAGES = gl.constexpr(4)
-TILE_FULL, TILE_EMPTY, KV_FULL, KV_EMPTY, OUT_FULL, DS_FULL = (gl.constexpr(2 * i) for i in range(6))
+TILE_FULL, TILE_EMPTY, KV_FULL, KV_EMPTY, OUT_FULL, DS_FULL = (
+    gl.constexpr(2 * i) for i in range(6)
+)
 OUT_EMPTY, DONE, DS_EMPTY = (gl.constexpr(12 + i) for i in range(3))
 Q_FULL, DO_FULL, Q_EMPTY, RING_FULL, RING_EMPTY = (gl.constexpr(15 + 4 * i) for i in range(5))
 NUM_BARRIERS = gl.constexpr(35)
@@ -105,9 +107,7 @@ def kv_buffers(head_dim):
 def flatten_half(dq, COLS: gl.constexpr):
     """A warpgroup's 64 x COLS half of dQ in the flat layout, without moving a register."""
     tile = permute_axes(dq.reshape(bits(5 + COLS.bit_length())), half_order(COLS))
-    return gl.convert_layout(
-        tile.reshape([COLS // 4, 256]), half_layout(COLS), assert_trivial=True
-    )
+    return gl.convert_layout(tile.reshape([COLS // 4, 256]), half_layout(COLS), assert_trivial=True)
 
 
 @gluon.jit

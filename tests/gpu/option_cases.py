@@ -1,11 +1,14 @@
 """The options of attention, combined pairwise: few kernels, each run with many of what no kernel is compiled for.
 
+``python option_cases.py INDEX`` compiles what one of WARM launches, into Triton's cache on disk.
+
 A *variant* fixes what a kernel is compiled for (mask, head_dims, softcap, packed sequences, dtype). A *combination* adds
 lengths, head group, sink, the gradient of LSE and, for windows, which sides they have.
 """
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,3 +155,14 @@ def warm(variant: tuple[Any, ...], backend: str) -> None:
     for combination in COMBINATIONS[:2]:
         option_case(variant, combination, backend).run()
     torch.cuda.synchronize()
+
+
+WARM = tuple(
+    (variant, backend)
+    for variant in VARIANTS
+    for backend in BACKENDS
+    if backend == "served" or max(variant[1]) <= 128
+)
+
+if __name__ == "__main__":
+    warm(*WARM[int(sys.argv[1])])

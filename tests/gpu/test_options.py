@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 from gpu_cases import torch
-from option_cases import BACKENDS, COMBINATIONS, VARIANTS, OptionCase, option_case
+from option_cases import BACKENDS, COMBINATIONS, VARIANTS, WARM, OptionCase, option_case
 
 from dash_kernels import (
     Config,
@@ -20,6 +26,9 @@ from dash_kernels import (
 from dash_kernels.device import current_gpu
 from dash_kernels.testing import assert_bits_equal, error_of, make_inputs, poisoned_outputs
 
+CASES = Path(__file__).resolve().with_name("option_cases.py")
+ROOT = CASES.parent.parent.parent
+WARM_UP_SECONDS = 90  # beside a first test of its own within that test's bound
 RUNS = int(os.environ.get("DASH_BIT_RUNS", "1000"))
 EVERY = pytest.mark.parametrize("variant", VARIANTS, ids=lambda x: "-".join(map(str, x)))
 BOTH = pytest.mark.parametrize("backend", BACKENDS)
@@ -29,6 +38,26 @@ MIXED = (
     (VARIANTS[9], COMBINATIONS[3]),
 )
 MIXTURES = pytest.mark.parametrize("mixture", MIXED, ids=["batch", "packed"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
+    """Compile the kernels of a long run in several processes; what fails there fails again in its own test."""
+    if len([item for item in request.session.items if item.module is request.module]) < 30:
+        return
+    deadline = time.monotonic() + WARM_UP_SECONDS
+
+    def compile_one(index: int) -> None:
+        left = deadline - time.monotonic()
+        if left > 0:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                subprocess.run(
+                    [sys.executable, str(CASES), str(index)], env={**os.environ, "PYTHONPATH": str(ROOT)},
+                    capture_output=True, timeout=left, check=False,
+                )  # fmt: skip
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, range(len(WARM))))
 
 
 def assert_same(

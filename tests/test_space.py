@@ -108,6 +108,12 @@ def test_tiles_of_which_none_fits_keep_their_candidates_to_say_why_and_nothing_b
     assert {c.support.required_bytes for c in found} == {expected}
 
 
+def test_naming_the_default_stages_leaves_the_default_configs() -> None:
+    found = space(HOPPER, SpaceFilter(("causal",), (128,), (4096,), stages=(2,)))
+    assert {"ascending", "shortest_first"} <= {candidate.config.schedule for candidate in found}
+    assert {candidate.config.num_stages for candidate in found} == {2}
+
+
 OPTIONS = {
     "wide": (SpaceFilter(("causal",), (256,), (4096,)), "d=256 "),
     "V narrower": (SpaceFilter(("causal",), ((192, 128),), (4096,)), "d=192/128 "),

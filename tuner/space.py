@@ -169,18 +169,21 @@ def candidates(
     """
     backends = filters.backends or (("hopper",) if capability[0] == 9 else ("portable",))
     found: dict[Config, int] = {}
+    named: set[Config] = set()
     for backend in backends:
         for tier, config in _tiers(problem, capability, backend, filters):
             config = _canonical(config, problem)
             found[config] = min(tier, found.get(config, tier))
+            named |= {config} if tier else set()
     wanted = [
         Candidate(problem, config, tier, supports(config, problem, capability))
         for config, tier in found.items()
         if _selected(config, filters)
     ]
     asked = filters.tiles or filters.stages or not any(candidate.runnable for candidate in wanted)
-    if (filters.tiles or filters.stages) and not any(c.runnable for c in wanted if c.tier):
-        wanted = [candidate for candidate in wanted if candidate.tier]
+    only = [candidate for candidate in wanted if candidate.config in named]
+    if (filters.tiles or filters.stages) and not any(candidate.runnable for candidate in only):
+        wanted = only
     kept = [candidate for candidate in wanted if candidate.runnable or asked]
     return sorted(kept, key=lambda candidate: candidate.tier)
 

@@ -27,6 +27,7 @@ from load_client import Connection, flat_out
 from million import GPUS
 
 HOST = "127.0.0.1"
+SOAK_RATE = 40.0
 CONSTANT = """
 from typing import Annotated
 from fastapi import FastAPI, Query
@@ -175,12 +176,12 @@ def after_a_row(db: str, port: int, times: int) -> dict[str, float]:
 
 
 def soak(db: str, port: int, minutes: float, server: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """A mixed load; resident memory each half minute."""
+    """A mixed load at a steady rate, which leaves the machine usable; resident memory each half minute."""
     paths = [*BEST * 8, *PAGES]
     samples, failed, made = [], 0, 0
     end = time.monotonic() + minutes * 60
     while time.monotonic() < end:
-        tally = asyncio.run(flat_out(HOST, port, paths, 30.0, 8))
+        tally = asyncio.run(load_client.at_rate(HOST, port, paths, 30.0, SOAK_RATE, 16))
         failed, made = failed + tally.failed, made + len(tally.seconds)
         samples.append(resident_mebibytes(server.pid))
         print(f"{made:,} requests, {samples[-1]} MiB", file=sys.stderr)

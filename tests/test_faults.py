@@ -330,3 +330,51 @@ def test_a_request_in_flight_is_answered_before_the_server_ends(file: Path) -> N
             connection.sendall(body)
             assert connection.recv(1000).startswith(b"HTTP/1.1 201")
         assert process.wait(30) in (0, -signal.SIGTERM)
+
+
+def crowd(address: str, writers: int, rows: int, readers: int) -> tuple[list[int], int]:
+    """Statuses of everything that writers and readers got at once, and how many rows were taken."""
+    statuses: list[int] = []
+    finished = threading.Event()
+
+    def write(place: int) -> None:
+        with httpx.Client(base_url=address, timeout=120) as client:
+            uuid = f"{place:032x}"
+            for number in range(rows):
+                statuses.append(post(client, place * rows + number, uuid=uuid))
+
+    def read(place: int) -> None:
+        paths = ("/results?limit=50", "/gpus", "/healthz", f"{BEST}&release=draft", "/")
+        with httpx.Client(base_url=address, timeout=120) as client:
+            while not finished.is_set():
+                statuses.append(client.get(paths[place % len(paths)]).status_code)
+                time.sleep(0.2)
+
+    reading = [threading.Thread(target=read, args=(place,)) for place in range(readers)]
+    writing = [threading.Thread(target=write, args=(place,)) for place in range(writers)]
+    for thread in (*reading, *writing):
+        thread.start()
+    for thread in writing:
+        thread.join(300)
+    finished.set()
+    for thread in reading:
+        thread.join(120)
+    return statuses, statuses.count(201)
+
+
+def test_four_workers_from_no_file_at_all(tmp_path: Path) -> None:
+    """Eight writers beside readers: every worker starts, every row is there, nothing fails."""
+    path = tmp_path / "new" / "fake.db"
+    with serving("--db", str(path), "--workers", "4", DASH_SQLITE_BUSY_S="30") as (
+        process,
+        address,
+    ):
+        wait_for(lambda: len(workers_of(process.pid)) == 4)
+        statuses, taken = crowd(address, writers=8, rows=4, readers=8)
+        assert len(workers_of(process.pid)) == 4
+    assert taken == 32
+    assert not [status for status in statuses if status >= 500]
+    with Store.open(path) as store:
+        uuids = {f"{place:032x}" for place in range(8)}
+        runs = [run.id for run in store.runs() if run.uuid in uuids]
+        assert sum(row.run_id in runs for row in store.results(limit=None)) == 32

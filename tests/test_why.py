@@ -110,6 +110,29 @@ def test_a_row_says_what_keeps_it_from_deciding(store: Store) -> None:
     assert not any("made with" in reason for reason in found.reasons)
 
 
+@pytest.mark.parametrize(
+    ("source", "better", "worse", "said"),
+    [
+        ("modelled", {"predicted": 1.0}, {"predicted": 1.2}, ": +20.0 % as the model has it"),
+        (
+            "compiled",
+            {"registers": 168, "spill_bytes": 0},
+            {"registers": 168, "spill_bytes": 40},
+            ": 0 spill bytes and 168 registers against 40 and 168",
+        ),
+    ],
+)
+def test_rows_that_were_not_timed_are_compared_by_what_they_know(
+    store: Store, source: str, better: dict[str, object], worse: dict[str, object], said: str
+) -> None:
+    run = store.start_run(RunInfo("h200", {"gpu": "h200", **software()}, source=source))
+    none = {"tflops": None, "ms": None, "source": source}
+    add(store, run, Config(), 0.0, **none, **better)
+    number = add(store, run, Config(num_stages=3), 0.0, **none, **worse)
+    reasons = explain(str(number), store, "").reasons
+    assert any(reason.endswith(said) for reason in reasons), reasons
+
+
 def test_a_row_of_another_environment_or_policy_names_the_fields(store: Store) -> None:
     old = replace(MeasurementPolicy(), max_samples=7).to_dict()
     run = store.start_run(RunInfo("h200", {**software(), "triton": "3.5.0"}, old))

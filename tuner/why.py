@@ -171,11 +171,20 @@ def _standing(row: ResultRow, cell: Cell | None, store: Store) -> Iterator[str]:
     if final and not is_final(row):
         yield "a final round has decided since: its leaders were sampled in turn"
     for name, winner in (("served", cell.served), ("best", cell.best)):
-        if winner is None or winner.row.id == row.id or not (row.tflops and winner.row.tflops):
+        if winner is None or winner.row.id == row.id:
             continue
-        lead = 100 * (winner.row.tflops / row.tflops - 1)
         what = winner.row.to_config().label()
-        yield f"{name} is row {winner.row.id}, {what}: {lead:+.1f} % in TFLOPS"
+        yield f"{name} is row {winner.row.id}, {what}{_lead(winner.row, row)}"
+
+
+def _lead(winner: ResultRow, row: ResultRow) -> str:
+    best, own = cost(winner), cost(row)
+    if not best or own is None:
+        return ""
+    if row.source == "compiled":
+        return f": {winner.spill_bytes} spill bytes and {winner.registers} registers against {row.spill_bytes} and {row.registers}"
+    what = "in TFLOPS" if row.source == "measured" else "as the model has it"
+    return f": {100 * (own / best - 1):+.1f} % {what}"
 
 
 def _here(row: ResultRow, store: Store) -> Iterator[str]:

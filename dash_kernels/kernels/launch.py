@@ -10,18 +10,17 @@ import functools
 from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dash_kernels.kernels.backward_hopper import backward_hopper
 from dash_kernels.kernels.backward_portable import descending_closed_form, launch_portable
 from dash_kernels.kernels.cast_flat import cast_flat
+from dash_kernels.kernels.descriptors import describe, describe_rows, outer_axes
 from dash_kernels.kernels.hopper_shared import (
     CAUSAL_MASK,
     HEADER_WORDS,
     NO_DQ,
     NO_MASK,
     ORDERED,
-    ROWS_END,
     TAIL_MASK,
     UNORDERED,
     WINDOW_MASK,
@@ -143,50 +142,6 @@ def tile_layouts(
     )
 
 
-def outer_axes(packed: bool) -> list[int]:
-    """Axes of a tile before its rows: batch and head, or of packed sequences two of their bounds and head."""
-    return [1, 1, 1] if packed else [1, 1]
-
-
-_templates: dict[Any, dict[str, Any]] = {}
-
-
-def _describe(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any) -> Any:
-    """A TensorDescriptor; Triton checks the first of a kind, and those after it are copies with another base."""
-    key = shape, strides, block, layout, tensor.dtype
-    template = _templates.get(key)
-    if template is None:
-        checked = TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
-        if len(_templates) > 4096:
-            _templates.clear()
-        _templates[key] = {name: value for name, value in vars(checked).items() if name != "base"}
-        return checked
-    descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(template, base=tensor)
-    return descriptor
-
-
-def _rows(tensor: Tensor, block: int, layout: Any, packed: bool) -> Any:
-    """Descriptor of a (B, S, H, D) tensor in tiles of ``block`` rows of one head; rows past S read as zeros.
-
-    Packed sequences (B is 1): (ROWS_END, ROWS_END, H, ROWS_END, D). A row coordinate that ends at ROWS_END at a sequence's
-    end is in bounds up to there, and the first two coordinates, ROWS_END and the end's row, bring the address back: the
-    strides add up to a multiple of 2**64 bytes.
-    """
-    batch, seq_len, heads, head_dim = tensor.shape
-    # A dimension of one entry may have any stride in torch; the copy engine wants a multiple of 16 bytes.
-    sb, ss, sh = (tensor.stride(i) if tensor.shape[i] > 1 else head_dim for i in range(3))
-    if not packed:
-        return _describe(
-            tensor, (batch, heads, seq_len, head_dim), (sb, sh, ss, 1), (1, 1, block, head_dim), layout
-        )
-    end = ROWS_END.value
-    return _describe(
-        tensor, (0x7FFF0000, 0x7FFF0000, heads, end, head_dim), (2**34 - ss, ss, sh, ss, 1), (1, 1, 1, block, head_dim),
-        layout,
-    )  # fmt: skip
-
-
 def launch_hopper(
     plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bound_us: int,
     window: tuple[int, int], softcap: float, sequences: Sequences | None, dlse: Tensor | None,
@@ -256,12 +211,15 @@ def launch_hopper(
     run_compiled(
         plan.compiled, backward_hopper, ctas,
         (
-            _rows(q, block_m, q_layout, packed), _rows(k, block_n, kv_layout, packed), _rows(v, block_n, kv_layout, packed),
-            _rows(dout, block_m, q_layout, packed),
-            _describe(lse2, (rows,), (1,), (block_m,), vector_layout),
-            _describe(delta, (rows,), (1,), (block_m,), vector_layout),
-            _describe(accumulated, (q_tiles * flat_rows, 256), (256, 1), (flat_rows, 256), flat_layout),
-            _rows(dk, block_n, kv_layout, packed), _rows(dv, block_n, kv_layout, packed),
+            describe_rows(q, block_m, head_dim, q_layout, packed),
+            describe_rows(k, block_n, head_dim, kv_layout, packed),
+            describe_rows(v, block_n, head_dim, kv_layout, packed),
+            describe_rows(dout, block_m, head_dim, q_layout, packed),
+            describe(lse2, (rows,), (1,), (block_m,), vector_layout),
+            describe(delta, (rows,), (1,), (block_m,), vector_layout),
+            describe(accumulated, (q_tiles * flat_rows, 256), (256, 1), (flat_rows, 256), flat_layout),
+            describe_rows(dk, block_n, head_dim, kv_layout, packed),
+            describe_rows(dv, block_n, head_dim, kv_layout, packed),
             workspace, arrays, counts, *sizes, plan.total_heads, heads_kv, group, plan.interleaved, num_m,
             *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us, *factors, scale,
         ),

@@ -136,13 +136,11 @@ def test_packed_sequences_pass_through_and_too_many_are_refused(
         ({"capability": (8, 0)}, "flash"),
         ({"capability": (10, 0)}, "flash"),
         ({"head_dim": 192}, "flash"),
-        ({"window": (100, -1)}, "flash"),
-        ({"packed": True}, "flash"),
-        ({"softcap": True}, "portable"),
-        ({"softcap": True, "capability": (8, 0), "packed": True}, "portable"),
+        ({"softcap": True}, "hopper"),
+        ({"softcap": True, "head_dim": 192}, "portable"),
+        ({"softcap": True, "capability": (8, 0)}, "portable"),
     ],
 )
 def test_the_rule_that_picks_a_kernel(change: dict[str, Any], kernel: str) -> None:
-    call = {"head_dim": 128, "head_dim_v": 128, "dtype": torch.bfloat16, "capability": (9, 0), "window": (-1, -1),
-            "softcap": False, "packed": False}  # fmt: skip
+    call = {"head_dim": 128, "head_dim_v": 128, "dtype": torch.bfloat16, "capability": (9, 0), "softcap": False}  # fmt: skip
     assert module.pick_kernel(**call | change) == kernel

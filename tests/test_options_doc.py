@@ -76,8 +76,7 @@ def test_the_forward_is_what_its_rule_says(option: str) -> None:
     from dash_kernels.kernels.forward import pick_kernel
 
     problem = Problem(**{"mask": "full", "head_dim": 128, "seq_len": 512, **PROBLEMS[option]})
-    window = (problem.window_left, -1 if problem.causal else problem.window_right)
     picked = pick_kernel(
-        problem.head_dim, problem.head_dim_v, torch.bfloat16, (9, 0), window, problem.softcap, problem.varlen
-    )  # fmt: skip
+        problem.head_dim, problem.head_dim_v, torch.bfloat16, (9, 0), problem.softcap
+    )
     assert rows()[option][2].lower() == picked

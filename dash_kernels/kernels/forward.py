@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from dash_kernels.layouts import kernel_ready, pad_head_dim
-from dash_kernels.problem import padded_head_dim
 
 LARGEST_GRID = (
     65535  # CTAs along a grid's second and third axis: aten puts sequences and heads there
@@ -36,11 +35,14 @@ def forward(
     a row that sees no key gives zeros and +inf. With ``sequences`` (kernels.sequences.Sequences) B is 1 and the rows
     are packed.
     """
-    kernel = pick_kernel(
-        q.shape[3], v.shape[3], q.dtype, _capability(q.device), window, softcap > 0, sequences is not None
-    )  # fmt: skip
+    kernel = pick_kernel(q.shape[3], v.shape[3], q.dtype, _capability(q.device), softcap > 0)
     if kernel == "hopper":
-        return _hopper(q, k, v, causal, scale)
+        from dash_kernels.kernels.forward_hopper import forward_hopper
+
+        q, k, v = (kernel_ready(x, elements=8) for x in (q, k, v))
+        return forward_hopper(
+            q, k, v, causal=causal, scale=scale, window=window, softcap=softcap, sequences=sequences
+        )
     q, k, v = (kernel_ready(x, copies=False, elements=8) for x in (q, k, v))
     if kernel == "flash":
         return _flash(q, k, v, causal, scale, window, sequences)
@@ -58,31 +60,14 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 @functools.lru_cache(maxsize=1024)
 def pick_kernel(
-    head_dim: int, head_dim_v: int, dtype: Any, capability: tuple[int, int], window: tuple[int, int], softcap: bool,
-    packed: bool,
+    head_dim: int, head_dim_v: int, dtype: Any, capability: tuple[int, int], softcap: bool
 ) -> str:  # fmt: skip
     """What runs such a forward: hopper, flash or portable."""
     from dash_kernels.kernels.forward_hopper import supports_forward
 
-    dim = padded_head_dim(max(head_dim, head_dim_v))
-    reason = supports_forward(
-        dim, dim, dtype, capability, window=window, softcap=float(softcap), packed=packed
-    )
-    if not reason:
+    if not supports_forward(head_dim, head_dim_v, dtype, capability):
         return "hopper"
     return "portable" if softcap else "flash"
-
-
-def _hopper(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """The Hopper kernel, with one head_dim for q, k and v that it has tiles for."""
-    from dash_kernels.kernels.forward_hopper import forward_hopper
-
-    dim_v = v.shape[3]
-    widest = padded_head_dim(max(q.shape[3], dim_v))
-    q, k, v = (kernel_ready(pad_head_dim(x, widest), elements=8) for x in (q, k, v))
-    with torch.cuda.device(q.device):
-        out, lse = forward_hopper(q, k, v, causal=causal, scale=scale)
-    return (out if dim_v == widest else out[..., :dim_v].contiguous()), lse
 
 
 def _flash(

@@ -3,50 +3,57 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import triton
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from dash_kernels.kernels.forward_hopper_kernel import (
-    BAND,
-    CAUSAL_MASK,
-    NO_MASK,
-    TAIL_MASK,
-    forward_main,
-)
+from dash_kernels.kernels.descriptors import describe_rows, outer_axes
+from dash_kernels.kernels.forward_hopper_copy import BAND
+from dash_kernels.kernels.forward_hopper_kernel import forward_main
+from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, TAIL_MASK, WINDOW_MASK
+from dash_kernels.kernels.runtime import LOG2E, run_compiled
+from dash_kernels.kernels.sequences import Sequences, is_windowed, reaches
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-LOG2E = 1.4426950408889634
 SECTION_BYTES = 32 << 20  # keys and values that Q tiles in flight share: well under L2
 GLUON_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
+MASKS = {"full": NO_MASK, "causal": CAUSAL_MASK, "tail": TAIL_MASK, "window": WINDOW_MASK}
+OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
+LARGEST_HEAD_DIM = 128
 
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """How a forward is cut: ``consumers`` bands of 64 query rows a CTA, KV tiles of ``block_n`` keys in ``stages``."""
+    """How a forward is cut: ``consumers`` bands of 64 query rows a CTA, KV tiles of ``block_n`` keys in ``stages``.
+
+    ``q_stages`` 2: the next Q tile is loaded, and its first scores computed, before this one's output is written.
+    """
 
     consumers: int
     block_n: int
     stages: int
-    turns: bool = True
+    q_stages: int = 1
 
     @property
     def block_m(self) -> int:
         return self.consumers * BAND.value
 
 
-TILES = {64: ForwardTile(2, 128, 4), 128: ForwardTile(2, 128, 2)}
-
-_counters: dict[tuple[int, int], Tensor] = {}
+# By (padded head_dim, whether every query sees every key).
+TILES = {
+    (64, True): ForwardTile(3, 128, 3),
+    (64, False): ForwardTile(2, 128, 4),
+    (128, True): ForwardTile(2, 128, 2),
+    (128, False): ForwardTile(2, 128, 2),
+}
 
 
 def supports_forward(
-    head_dim: int, head_dim_v: int, dtype: Any, capability: tuple[int, int],
-    *, window: tuple[int, int] = (-1, -1), softcap: float = 0.0, packed: bool = False,
+    head_dim: int, head_dim_v: int, dtype: Any, capability: tuple[int, int]
 ) -> str:  # fmt: skip
     """ "" when :func:`forward_hopper` runs such a forward, else the reason in a few words.
 
@@ -54,86 +61,169 @@ def supports_forward(
     """
     if capability[0] != 9:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.x"
-    if head_dim not in TILES or head_dim_v != head_dim:
-        return f"head_dim {head_dim} with head_dim_v {head_dim_v} is not 64 or 128 for both"
+    if max(head_dim, head_dim_v) > LARGEST_HEAD_DIM or head_dim % 8 or head_dim_v % 8:
+        return f"head_dim {head_dim} with head_dim_v {head_dim_v} is not multiples of 8 up to {LARGEST_HEAD_DIM}"
     if str(dtype) not in GLUON_DTYPES:
         return f"dtype {dtype} is not bf16 or fp16"
-    if tuple(window) not in ((-1, -1), (-1, 0)):
-        return f"window {tuple(window)} limits the past or shows the future"
-    if softcap:
-        return "it has no softcap"
-    if packed:
-        return "it has no packed sequences"
     return ""
 
 
 def forward_hopper(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float, window: tuple[int, int] = (-1, -1),
-    softcap: float = 0.0, sequences: Any = None, tile: ForwardTile | None = None,
+    softcap: float = 0.0, sequences: Sequences | None = None, tile: ForwardTile | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output (B, Sq, H, D), contiguous, in q's dtype, and log-sum-exp (B, H, Sq), float32, natural log.
+    """Output (B, Sq, H, Dv), contiguous, in q's dtype, and log-sum-exp (B, H, Sq), float32, natural log.
 
-    q is (B, Sq, H, D), k and v (B, Sk, Hk, D) with H a multiple of Hk and D 64 or 128; CUDA, bf16 or fp16, no size
-    zero, last dimension contiguous, rows 16-byte aligned; ``scale`` is positive. Causal is bottom-right aligned; a row
-    that sees no key gives zeros and +inf. ``tile`` overrides the cut that head_dim decides.
+    q is (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) with H a multiple of Hk and D and Dv multiples of 8 up to
+    128; CUDA, bf16 or fp16, no size zero, last dimension contiguous, no stride 0, rows 16-byte aligned; ``scale`` is
+    positive. Causal and ``window`` (left, right), -1 for all, are bottom-right aligned; ``softcap`` caps scores at that
+    by tanh, 0.0 not. A row that sees no key gives zeros and +inf. With ``sequences`` B is 1 and the rows are packed;
+    rows that belong to no sequence are not written. ``tile`` overrides the cut that :data:`TILES` says.
 
     Raises ValueError for what it does not run (:func:`supports_forward`), before anything is launched.
     """
     import torch
 
-    batch, seq_len, heads, head_dim = q.shape
-    seq_len_kv, heads_kv = k.shape[1], k.shape[2]
-    device = q.device
-    capability, sms = _chip(device)
-    reason = supports_forward(
-        head_dim, v.shape[3], q.dtype, capability, window=window, softcap=softcap, packed=sequences is not None
+    lengths = None
+    if sequences is not None:
+        lengths = sequences.cu_seqlens_q.shape[0] - 1, sequences.max_seqlen_k
+    plan = _plan(
+        q.shape, k.shape, v.shape, q.dtype, q.device, bool(causal), tuple(window), softcap != 0, lengths, tile
     )  # fmt: skip
-    if reason:
-        raise ValueError(f"the Hopper forward cannot run this: {reason}")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        strides = tensor.stride()
-        if strides[3] != 1 or any(stride % 8 for stride in strides[:3]) or tensor.data_ptr() % 16:
+        batch, row, head, column = tensor.stride()
+        if column != 1 or (batch | row | head) % 8 or tensor.data_ptr() % 16:
             raise ValueError(
-                f"{name} has strides {strides} or a base that is not 16-byte aligned: make it contiguous"
+                f"{name} has strides {tensor.stride()} or a base that is not 16-byte aligned: make it contiguous"
             )
-    causal = causal or tuple(window) == (-1, 0)
-    tile = tile or TILES[head_dim]
-    band_layout, kv_layout = _layouts(tile.block_n, head_dim, GLUON_DTYPES[str(q.dtype)])
-    mask = CAUSAL_MASK if causal else TAIL_MASK if seq_len_kv % tile.block_n else NO_MASK
-    num_m = -(-seq_len // tile.block_m)
-    total_heads, group = batch * heads, heads // heads_kv
-    num_tiles = total_heads * num_m
-    section = min(max(SECTION_BYTES // (seq_len_kv * head_dim * 4), 1) * group, total_heads)
-    out = torch.empty((batch, seq_len, heads, head_dim), dtype=q.dtype, device=device)
-    lse = torch.empty((batch, heads, seq_len), dtype=torch.float32, device=device)
-    forward_main[(min(num_tiles, sms),)](
-        _rows(q, BAND.value, band_layout), _rows(k, tile.block_n, kv_layout), _rows(v, tile.block_n, kv_layout),
-        _rows(out, BAND.value, band_layout), lse, _counter(device),
-        num_tiles, num_m, total_heads, heads, group, section, seq_len, seq_len_kv, scale * LOG2E,
-        MASK=mask.value, CONSUMERS=tile.consumers, N=tile.block_n, D=head_dim, DV=head_dim, STAGES=tile.stages,
-        TURNS=tile.turns, num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+    out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+    starts, special = (None, None), None
+    if sequences is not None:
+        starts = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+        special = tuple(x.data_ptr() % 16 == 0 for x in starts)
+    # With softcap, S' = cap tanh(x) with x = S scale / cap and tanh from exp2(2 x log2(e)).
+    factors = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
+    rows, cols, packed = plan.tile.block_n, plan.cols, sequences is not None
+    with torch.cuda.device(q.device):
+        run_compiled(
+            plan.compiled, forward_main, plan.ctas,
+            (
+                describe_rows(q, BAND.value, cols, plan.band_layout, packed),
+                describe_rows(k, rows, cols, plan.kv_layout, packed),
+                describe_rows(v, rows, cols, plan.kv_layout, packed),
+                describe_rows(out, BAND.value, cols, plan.band_layout, packed),
+                lse, _counter(q.device), *starts, *plan.numbers, *factors,
+            ),
+            plan.constexprs, OPTIONS, special=special,
+        )  # fmt: skip
     return out, lse
 
 
-def forward_spec(head_dim: int, dtype: str, mask: str, tile: ForwardTile | None = None) -> Any:
-    """The kernel as a launch on aligned tensors specialises it, for ``compile_spec``; mask full, causal or tail."""
+@dataclass(frozen=True)
+class _Plan:
+    """All of a launch that does not depend on the tensors' contents, strides or addresses."""
+
+    tile: ForwardTile
+    cols: int
+    band_layout: Any
+    kv_layout: Any
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    ctas: int
+    numbers: tuple[int, ...]
+    constexprs: dict[str, Any]
+    compiled: dict[Any, Any] = field(default_factory=dict)
+
+
+@functools.lru_cache(maxsize=4096)
+def _plan(
+    q_shape: Any, k_shape: Any, v_shape: Any, dtype: Any, device: Any, causal: bool, window: tuple[int, int], softcap: bool,
+    lengths: tuple[int, int] | None, tile: ForwardTile | None,
+) -> _Plan:  # fmt: skip
+    """``lengths`` of packed sequences: how many there are, and the keys of the longest."""
+    import torch
+
+    batch, seq_len, heads, head_dim = q_shape
+    seq_len_kv, heads_kv, head_dim_v = v_shape[1:]
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    reason = supports_forward(head_dim, head_dim_v, dtype, capability)
+    if not reason and k_shape != (batch, seq_len_kv, heads_kv, head_dim):
+        reason = f"k is {tuple(k_shape)} with q {tuple(q_shape)} and v {tuple(v_shape)}"
+    if reason:
+        raise ValueError(f"the Hopper forward cannot run this: {reason}")
+    packed = lengths is not None
+    causal = causal or window == (-1, 0)
+    if is_windowed(causal, window):
+        mask = "window"
+    else:
+        mask = "causal" if causal else "full"
+    cols = 64 if max(head_dim, head_dim_v) <= 64 else 128
+    tile = tile or TILES[cols, mask == "full"]
+    if mask == "full" and (packed or seq_len_kv % tile.block_n):
+        mask = "tail"
+    count, longest = lengths or (0, seq_len_kv)
+    num_m = seq_len // tile.block_m + count if packed else -(-seq_len // tile.block_m)
+    total_heads, group = batch * heads, heads // heads_kv
+    section = min(max(SECTION_BYTES // (max(longest, 1) * cols * 4), 1) * group, total_heads)
+    band_layout, kv_layout = _layouts(tile.block_n, cols, GLUON_DTYPES[str(dtype)], packed)
+    num_tiles = total_heads * num_m
+    return _Plan(
+        tile=tile,
+        cols=cols,
+        band_layout=band_layout,
+        kv_layout=kv_layout,
+        out_shape=(batch, seq_len, heads, head_dim_v),
+        lse_shape=(batch, heads, seq_len),
+        ctas=min(num_tiles, properties.multi_processor_count),
+        numbers=(
+            count, num_tiles, num_m, total_heads, heads, group, section, *reaches(causal, window), seq_len, seq_len_kv,
+        ),
+        constexprs=_constexprs(mask, softcap, packed, tile, cols),
+    )  # fmt: skip
+
+
+def _constexprs(
+    mask: str, softcap: bool, packed: bool, tile: ForwardTile, cols: int
+) -> dict[str, Any]:
+    return {
+        "MASK": MASKS[mask].value, "SOFTCAP": softcap, "PACKED": packed, "CONSUMERS": tile.consumers, "N": tile.block_n,
+        "D": cols, "STAGES": tile.stages, "Q_STAGES": tile.q_stages,
+    }  # fmt: skip
+
+
+@functools.cache
+def _layouts(block_n: int, cols: int, dtype: Any, packed: bool) -> tuple[Any, Any]:
+    swizzled = gl.NVMMASharedLayout.get_default_for
+    outer = outer_axes(packed)
+    return swizzled([*outer, BAND.value, cols], dtype), swizzled([*outer, block_n, cols], dtype)
+
+
+def forward_spec(
+    head_dim: int, dtype: str, mask: str, *, softcap: bool = False, packed: bool = False, tile: ForwardTile | None = None
+) -> Any:  # fmt: skip
+    """The kernel as a launch on aligned tensors specialises it, for ``compile_spec``.
+
+    ``head_dim`` is 64 or 128; ``mask`` full, causal, window, or (full, with a last KV tile that is cut) tail.
+    """
     from dash_kernels.kernels.compile import KernelSpec
 
-    tile = tile or TILES[head_dim]
+    tile = tile or TILES[head_dim, mask in ("full", "tail")]
     element = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-    band_layout, kv_layout = _layouts(tile.block_n, head_dim, GLUON_DTYPES[f"torch.{dtype}"])
-    band = f"tensordesc<{element}{[1, 1, BAND.value, head_dim]},{band_layout!r}>"
-    kv = f"tensordesc<{element}{[1, 1, tile.block_n, head_dim]},{kv_layout!r}>"
+    band_layout, kv_layout = _layouts(
+        tile.block_n, head_dim, GLUON_DTYPES[f"torch.{dtype}"], packed
+    )
+    outer = outer_axes(packed)
+    band = f"tensordesc<{element}{[*outer, BAND.value, head_dim]},{band_layout!r}>"
+    kv = f"tensordesc<{element}{[*outer, tile.block_n, head_dim]},{kv_layout!r}>"
     types = {
         "q_desc": band, "k_desc": kv, "v_desc": kv, "out_desc": band, "lse": "*fp32", "counter": "*i32",
-        "scale_log2": "fp32",
+        "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "scale_log2": "fp32", "cap_log2": "fp32",
     }  # fmt: skip
-    masks = {"full": NO_MASK, "causal": CAUSAL_MASK, "tail": TAIL_MASK}
-    constexprs = {
-        "MASK": masks[mask].value, "CONSUMERS": tile.consumers, "N": tile.block_n, "D": head_dim, "DV": head_dim,
-        "STAGES": tile.stages, "TURNS": tile.turns,
-    }  # fmt: skip
+    constexprs = _constexprs(mask, softcap, packed, tile, head_dim)
+    if not packed:
+        constexprs |= {"cu_seqlens_q": None, "cu_seqlens_k": None}
     names = forward_main.arg_names
     signature = {
         name: "constexpr" if name in constexprs else types.get(name, "i32") for name in names
@@ -141,32 +231,10 @@ def forward_spec(head_dim: int, dtype: str, mask: str, tile: ForwardTile | None 
     attrs = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if signature[name][0] == "*"
     }
-    options = {"num_warps": 4, "enable_fp_fusion": True}
-    return KernelSpec(forward_main, signature, constexprs, options, attrs)
+    return KernelSpec(forward_main, signature, constexprs, OPTIONS, attrs)
 
 
-@functools.cache
-def _chip(device: Any) -> tuple[tuple[int, int], int]:
-    import torch
-
-    properties = torch.cuda.get_device_properties(device)
-    return (properties.major, properties.minor), properties.multi_processor_count
-
-
-@functools.cache
-def _layouts(block_n: int, head_dim: int, dtype: Any) -> tuple[Any, Any]:
-    swizzled = gl.NVMMASharedLayout.get_default_for
-    return swizzled([1, 1, BAND.value, head_dim], dtype), swizzled([1, 1, block_n, head_dim], dtype)
-
-
-def _rows(tensor: Tensor, block: int, layout: Any) -> Any:
-    """Descriptor of a (B, S, H, D) tensor in tiles of ``block`` rows of one head; rows past S read as zeros."""
-    batch, seq_len, heads, head_dim = tensor.shape
-    # A dimension of one entry may have any stride in torch; the copy engine wants a multiple of 16 bytes.
-    strides = [tensor.stride(axis) if tensor.shape[axis] > 1 else head_dim for axis in (0, 2, 1)]
-    return TensorDescriptor(
-        tensor, [batch, heads, seq_len, head_dim], [*strides, 1], [1, 1, block, head_dim], layout
-    )
+_counters: dict[tuple[Any, int], Tensor] = {}
 
 
 def _counter(device: Any) -> Tensor:
@@ -179,7 +247,8 @@ def _counter(device: Any) -> Tensor:
 
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    key = (device.index, torch.cuda.current_stream(device).cuda_stream)
+    driver = triton.runtime.driver.active
+    key = device, driver.get_current_stream(device.index)
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -41,7 +42,7 @@ def inputs_of(problem: Problem, seed: int = 0) -> tuple[Any, Any, Any]:
 
 
 def torch_flash(q: Any, k: Any, v: Any, causal: bool) -> Any:
-    """PyTorch's own flash attention, the peer of the error budget, bottom-right aligned."""
+    """PyTorch's own flash attention, the peer of the error budget where it runs a call, bottom-right aligned."""
     group = q.shape[2] // k.shape[2]
     k, v = (x.repeat_interleave(group, dim=2) for x in (k, v))
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -50,21 +51,24 @@ def torch_flash(q: Any, k: Any, v: Any, causal: bool) -> Any:
     )
 
 
-def assert_attention(q: Any, k: Any, v: Any, causal: bool) -> None:
+def assert_attention(q: Any, k: Any, v: Any, causal: bool, **options: Any) -> None:
     """Output within its budget, log-sum-exp near the exact one, zeros and +inf exactly where a row sees no key."""
     poison_free_memory(64 << 20, NAN_WORD)
     with poisoned_outputs():
-        out, lse = run(q, k, v, causal)
-    exact, exact_lse = reference.attention_forward(
-        q, k, v, causal=causal, scale=q.shape[-1] ** -0.5
-    )
-    assert (out.shape, out.dtype, lse.dtype) == (q.shape, q.dtype, torch.float32)
+        out, lse = run(q, k, v, causal, **options)
+    how = {"causal": causal, "scale": q.shape[-1] ** -0.5, **options}
+    exact, exact_lse = reference.attention_forward(q, k, v, **how)
+    assert (out.shape, out.dtype, lse.dtype) == (exact.shape, q.dtype, torch.float32)
     assert out.is_contiguous()
     assert lse.is_contiguous()
     blind = exact_lse == math.inf
     assert torch.equal(lse == math.inf, blind)
     assert not out.transpose(1, 2)[blind].any()
-    budget = error_budget(exact, torch_flash(q, k, v, causal))
+    if options or v.shape[3] != q.shape[3]:
+        peer = reference.attention_forward(q, k, v, rounded_to=q.dtype, **how)[0].to(q.dtype)
+    else:
+        peer = torch_flash(q, k, v, causal)
+    budget = error_budget(exact, peer)
     assert error_of(out, exact).within(budget), (error_of(out, exact), budget)
     torch.testing.assert_close(lse[~blind].double(), exact_lse[~blind], atol=1e-4, rtol=1e-5)
 
@@ -132,6 +136,96 @@ def test_nothing_past_a_tensor_is_read(head_dim: int) -> None:
         assert expected[0].shape == shape
 
 
+# mask, window, softcap, packed, head_dim: each value of one with most of each other, few kernels
+FORMS = (
+    ("causal", (100, -1), 0.0, False, 64),
+    ("full", (70, 40), 9.0, True, 64),
+    ("causal", (-1, -1), 0.0, True, 64),
+    ("full", (-1, -1), 9.0, False, 64),
+    ("full", (130, 33), 0.0, False, 128),
+    ("causal", (257, -1), 9.0, True, 128),
+    ("full", (-1, -1), 0.0, True, 128),
+    ("causal", (-1, -1), 9.0, False, 128),
+    ("full", (-1, 33), 0.0, True, 128),
+    ("full", (300, -1), 0.0, True, 64),
+)
+
+
+def starts_of(lengths: list[int]) -> Any:
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
+
+
+def assert_packed(
+    q: Any, k: Any, v: Any, lengths: list[int], keys: list[int], **options: Any
+) -> None:
+    """A pack against the reference, and each sequence's bits against a pack of it alone."""
+    from dash_kernels.kernels.sequences import Sequences
+
+    starts = starts_of(lengths), starts_of(keys)
+    causal, scale = options.pop("causal"), q.shape[-1] ** -0.5
+    sequences = Sequences(*starts, max(lengths), max(keys))
+    poison_free_memory(64 << 20, NAN_WORD)
+    with poisoned_outputs():
+        out, lse = run(q[None], k[None], v[None], causal, sequences=sequences, **options)
+    how = {"causal": causal, "scale": scale, **options}
+    exact, exact_lse = reference.packed_forward(q, k, v, *starts, **how)
+    peer, _ = reference.packed_forward(q, k, v, *starts, rounded_to=q.dtype, **how)
+    budget = error_budget(exact, peer.to(q.dtype))
+    assert error_of(out[0], exact).within(budget), (error_of(out[0], exact), budget)
+    blind = exact_lse == math.inf
+    assert torch.equal(lse[0] == math.inf, blind)
+    assert not out[0].transpose(0, 1)[blind].any()
+    torch.testing.assert_close(lse[0][~blind].double(), exact_lse[~blind], atol=1e-4, rtol=1e-5)
+    at, key = 0, 0
+    for length, length_kv in list(zip(lengths, keys, strict=True))[:6]:
+        if length and length_kv:
+            alone = Sequences(starts_of([length]), starts_of([length_kv]), length, length_kv)
+            mine, my_lse = run(
+                q[None, at : at + length], k[None, key : key + length_kv], v[None, key : key + length_kv], causal,
+                sequences=alone, **options,
+            )  # fmt: skip
+            assert_bits_equal(mine[0], out[0, at : at + length], "out")
+            assert_bits_equal(my_lse[0], lse[0, :, at : at + length], "lse")
+        at, key = at + length, key + length_kv
+
+
+@pytest.mark.parametrize(("mask", "window", "softcap", "packed", "head_dim"), FORMS)
+def test_windows_softcap_and_packed_sequences(
+    mask: str, window: tuple[int, int], softcap: float, packed: bool, head_dim: int
+) -> None:
+    causal = mask == "causal"
+    options: dict[str, Any] = {"window": window, "softcap": softcap}
+    if packed:
+        lengths, keys = [300, 0, 1, 127, 700, 64, 1000, 5], [300, 9, 77, 300, 129, 0, 1000, 5]
+        _, q, k, v = make_inputs(Problem("full", head_dim, sum(lengths), heads=4, heads_kv=2))
+        k, v = (x[:, : sum(keys)] for x in (k, v))
+        q, k, v = (x.detach()[0] * 2 for x in (q, k, v))
+        assert_packed(q, k, v, lengths, keys, causal=causal, **options)
+        return
+    for seq_len, seq_len_kv in (*LENGTHS, (1, 1), (65, 1000), (1500, 1500)):
+        problem = Problem(
+            "full", head_dim, seq_len, batch=2, heads=4, heads_kv=2, seq_len_kv=seq_len_kv
+        )
+        assert_attention(*(x * 2 for x in inputs_of(problem)), causal, **options)
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+def test_more_sequences_than_a_search_looks_at_together(head_dim: int) -> None:
+    lengths = [(i * 37) % 41 for i in range(300)]
+    _, q, k, v = (
+        x.detach()[0] for x in make_inputs(Problem("full", head_dim, sum(lengths), heads=2))
+    )
+    assert_packed(q, k, v, lengths, lengths, causal=True, window=(-1, -1), softcap=0.0)
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v"), [(40, 40), (96, 96), (128, 64), (72, 8), (8, 128)]
+)
+def test_narrower_rows_are_read_as_if_zeros_followed(head_dim: int, head_dim_v: int) -> None:
+    problem = Problem("causal", head_dim, 333, batch=2, heads=4, heads_kv=2, head_dim_v=head_dim_v)
+    assert_attention(*inputs_of(problem), True)
+
+
 def test_streams_draw_from_counters_of_their_own() -> None:
     q, k, v = inputs_of(Problem("causal", 128, 2048, batch=4, heads=16))
     expected, _ = run(q, k, v, True)
@@ -166,14 +260,9 @@ def test_a_captured_graph_replays_beside_eager_calls() -> None:
 
 def test_what_it_does_not_run_is_refused_by_name() -> None:
     q, k, v = inputs_of(Problem("full", 64, 128))
-    for options, word in (
-        ({"window": (64, 0)}, "window"),
-        ({"softcap": 30.0}, "softcap"),
-        ({"sequences": object()}, "packed"),
-    ):
-        with pytest.raises(ValueError, match=word):
-            run(q, k, v, False, **options)
     with pytest.raises(ValueError, match="k has strides"):
         run(q, k.transpose(1, 3).contiguous().transpose(1, 3), v, False)
     with pytest.raises(ValueError, match="dtype"):
         run(q.float(), k.float(), v.float(), False)
+    with pytest.raises(ValueError, match="head_dim 192"):
+        run(*inputs_of(Problem("full", 192, 128)), False)

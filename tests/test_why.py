@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -39,9 +40,9 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
         yield opened
 
 
-def add(store: Store, run: int, config: Config, tflops: float, **values: object) -> int:
-    made = {"tflops": tflops, "ms": 1.0, "min_resident": 1}
-    return store.add(run, ResultRow.of(PROBLEM, config, gpu="h200", **{**made, **values}))
+def add(store: Store, run: int, config: Config, tflops: float | None, **values: object) -> int:
+    made: dict[str, Any] = {"tflops": tflops, "ms": 1.0, "min_resident": 1, **values}
+    return store.add(run, ResultRow.of(PROBLEM, config, gpu="h200", **made))
 
 
 def run_of(store: Store, **changes: object) -> int:
@@ -126,9 +127,9 @@ def test_rows_that_were_not_timed_are_compared_by_what_they_know(
     store: Store, source: str, better: dict[str, object], worse: dict[str, object], said: str
 ) -> None:
     run = store.start_run(RunInfo("h200", {"gpu": "h200", **software()}, source=source))
-    none = {"tflops": None, "ms": None, "source": source}
-    add(store, run, Config(), 0.0, **none, **better)
-    number = add(store, run, Config(num_stages=3), 0.0, **none, **worse)
+    none: dict[str, Any] = {"ms": None, "source": source}
+    add(store, run, Config(), None, **{**none, **better})
+    number = add(store, run, Config(num_stages=3), None, **{**none, **worse})
     reasons = explain(str(number), store, "").reasons
     assert any(reason.endswith(said) for reason in reasons), reasons
 

@@ -16,7 +16,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dash_kernels.default_rule import DEFAULT_RULE, default_config
-from dash_kernels.device import GPUS, Gpu, GpuSpec, NoGpuError, current_gpu, resolve_gpu
+from dash_kernels.device import (
+    GPUS,
+    Gpu,
+    GpuSpec,
+    NoGpuError,
+    current_gpu,
+    resolve_gpu,
+    version_of,
+)
 from dash_kernels.fetch import cached_tables, fetch_table, is_url
 from dash_kernels.lookup import (
     TABLES,
@@ -200,8 +208,15 @@ def _keep(gpu: str, source: Source) -> Source:
         _state.sources[gpu] = source
     if source.table is not None:
         table = source.table
+        tuned, here = table.environment.get("triton"), version_of("triton")
+        other = f"; tuned with Triton {tuned}, run with {here}: speeds may differ"
         logger.info(
-            "%s uses lookup table %s of %s, digest %s", gpu, table.release, table.gpu, source.digest
+            "%s uses lookup table %s of %s, digest %s%s",
+            gpu,
+            table.release,
+            table.gpu,
+            source.digest,
+            other if tuned and here and tuned != here else "",
         )
     else:
         logger.info("%s uses the default rule: %s", gpu, source.why)

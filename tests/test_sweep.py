@@ -352,6 +352,29 @@ def test_the_model_puts_the_most_promising_candidate_of_a_tier_first() -> None:
     assert wanted != [item for item in items if item.candidate.tier == 1], "not the space's order"
 
 
+def test_a_window_is_a_cell_of_its_own_and_resumes_as_one(request_: SweepRequest) -> None:
+    filters = replace(SMALL, schedules=("descending",), windows=((-1, -1), (255, 0)), stages=(2,))
+    both = replace(request_, filters=filters)
+    assert run_sweep(both) == 0
+    with Store.open(both.db) as store:
+        plain, windowed = store.winners("h200")
+        assert (plain.window_left, windowed.window_left) == (-1, 255)
+        assert {row.window_left for row in plain.servable} == {-1}
+        before = store.count()
+    assert run_sweep(both) == 0
+    assert len(rows(both)) == before
+
+
+def test_cores_are_those_of_the_container(tmp_path: Path) -> None:
+    quota = tmp_path / "cpu.max"
+    here = tuner.command.cpu_cores(quota)
+    assert here >= 1
+    quota.write_text("max 100000")
+    assert tuner.command.cpu_cores(quota) == here
+    quota.write_text("150000 100000")
+    assert tuner.command.cpu_cores(quota) == 1
+
+
 def test_a_budget_stops_in_order_and_the_same_command_finishes(
     request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

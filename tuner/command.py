@@ -277,7 +277,7 @@ def _sweep(
             held = {gpu.uuid: Monitor(gpu.uuid).memory_used() for gpu in target.gpus}
             about_gpus = {"policy": request.policy.to_dict(), "held_bytes": held}
             gpus = gpu_pool(request.measurer, target.gpus, about_gpus)
-        jobs = request.jobs or max(1, (os.cpu_count() or 2) - len(target.gpus))
+        jobs = request.jobs or max(1, cpu_cores() - len(target.gpus))
         options = {
             "capability": target.capability,
             "gpu": target.spec.name if target.spec else None,
@@ -311,6 +311,16 @@ def _nothing_to_do(
     if summary is not None:
         summary.seconds = time.monotonic() - started
     return summary
+
+
+def cpu_cores(quota: Path = Path("/sys/fs/cgroup/cpu.max")) -> int:
+    """The cores that this process may use: its affinity, and the quota of its container."""
+    allowed = getattr(os, "sched_getaffinity", None)  # Linux
+    cores = len(allowed(0)) if allowed else os.cpu_count() or 1
+    with contextlib.suppress(OSError, ValueError):  # no such file, or no quota: "max 100000"
+        limit, period = map(int, quota.read_text().split())
+        cores = min(cores, max(1, limit // period))
+    return cores
 
 
 def _environment(target: Target) -> dict[str, Any]:

@@ -20,11 +20,11 @@ PORTABLE_TILES = {  # padded head_dim -> (block_m, block_n, num_stages), the fir
 def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     """The rule where nothing has been measured.
 
-    Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its own
-    tile. Where the Hopper kernel does not run the problem, the portable
-    one: 64x128 tiles in three stages up to head_dim 128 on chips with Hopper's shared memory. On smaller ones a
-    128-row tile up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128. Three stages
-    where they fit, because with two no copy of a Q tile runs beside a step.
+    Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its own tile.
+    Where the Hopper kernel does not run the problem, the portable one: 64x128 tiles in three stages up to head_dim 128
+    on chips with Hopper's shared memory, 64x64 where tensor memory is too small for that (10.x at 128). On smaller ones
+    a 128-row tile up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128. Three
+    stages where they fit, because with two no copy of a Q tile runs beside a step.
 
     Raises ValueError, with the last candidate's reason, where no backend runs the problem.
     """

@@ -285,6 +285,13 @@ class Support:
 
 HOPPER_TILES = {64: ((128, 128),), 128: ((64, 128),)}  # head_dim -> (block_m, block_n)
 PORTABLE_TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 128), (32, 32))
+# On compute capability 10.x accumulators live in tensor memory. Padded head_dim -> the tiles whose accumulators fit in it:
+# for any other Triton compiles, in place of the kernel, an instruction that faults.
+TENSOR_MEMORY_TILES = {
+    64: ((32, 64), (64, 64), (64, 128), (128, 64), (32, 128), (32, 32)),
+    128: ((32, 64), (64, 64), (128, 64), (32, 128), (32, 32)),
+    256: ((32, 64), (32, 32)),
+}
 KERNEL_HEAD_DIMS = {"hopper": (64, 128), "portable": (64, 128, 256)}
 SHARED_MEMORY_LIMIT = {
     (8, 0): 166912,
@@ -413,6 +420,14 @@ def _not_portable(config: Config, problem: Problem, capability: tuple[int, int])
     if (config.block_m, config.block_n) not in PORTABLE_TILES:
         tiles = ", ".join(f"{m}x{n}" for m, n in PORTABLE_TILES)
         return f"tile {config.block_m}x{config.block_n} is not one of {tiles}"
+    if capability[0] == 10:
+        dim = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
+        if (config.block_m, config.block_n) not in TENSOR_MEMORY_TILES[dim]:
+            tiles = ", ".join(f"{m}x{n}" for m, n in TENSOR_MEMORY_TILES[dim])
+            return (
+                f"tile {config.block_m}x{config.block_n} overflows the tensor memory of compute capability 10.x at "
+                f"head_dim {dim}: {tiles}"
+            )
     if config.signal == "deferred":
         return "the deferred signal belonged to an earlier Hopper kernel; use signal plain"
     return ""

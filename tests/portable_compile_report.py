@@ -1,21 +1,44 @@
-"""Compiles portable kernels in this interpreter's Triton and prints as JSON what the compiler made of them."""
+"""Compiles portable kernels in this interpreter's Triton and prints as JSON what the compiler made of them.
+
+``portable_compile_report.py REQUESTS`` answers tests. ``portable_compile_report.py --record`` compiles every option for
+every capability with the default rule's tiles, half an hour on two cores: benchmarks/results/portable-triton-*.json.
+"""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from dash_kernels.default_rule import default_config
 from dash_kernels.kernels.backward_portable import KernelSpec, compile_specs
-from dash_kernels.kernels.compile import compile_spec
-from dash_kernels.problem import Config
+from dash_kernels.kernels.compile import KernelCompileError, compile_spec
+from dash_kernels.kernels.forward_portable import compile_spec_of, forward_tiles
+from dash_kernels.problem import SHARED_MEMORY_LIMIT, Config, Problem
 
 INNERMOST_LOOP = re.compile(r"scf\.for(?:(?!scf\.for).)*?scf\.yield", re.DOTALL)
+OPTIONS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "causal": {},
+    "causal, grouped": {"grouped": True},
+    "causal, window": {"window": (256, 0)},
+    "causal, softcap": {"softcap": True},
+    "causal, packed": {"varlen": True},
+    "causal, all at once": {
+        "grouped": True, "window": (256, 0), "softcap": True, "varlen": True, "dlse": True,
+    },
+}  # fmt: skip
+BACKWARD_ONLY = ("grouped", "dlse")
+HEAD_DIMS = ((64, 64), (128, 128), (256, 256), (256, 128))
+CAPABILITIES = ((8, 0), (8, 9), (9, 0), (10, 0), (12, 0))
+ON_HOPPER = {"backend": "portable", "signal": "plain", "block_m": 64, "block_n": 128}
 
 
 def loops(ttgir: str) -> list[dict[str, Any]]:
@@ -37,6 +60,7 @@ def loops(ttgir: str) -> list[dict[str, Any]]:
 
 
 def report(spec: KernelSpec, capability: tuple[int, int]) -> dict[str, Any]:
+    """``trap``: Triton compiled no kernel but an instruction that faults, since tensor memory was not enough."""
     resources = compile_spec(spec, capability)
     source = ASTSource(spec.kernel, spec.signature, spec.constexprs, spec.attrs)
     target = GPUTarget("cuda", capability[0] * 10 + capability[1], 32)
@@ -46,29 +70,104 @@ def report(spec: KernelSpec, capability: tuple[int, int]) -> dict[str, Any]:
         "registers": resources.registers,
         "spill_bytes": resources.spill_bytes,
         "shared_bytes": resources.shared_bytes,
+        "shared_limit": SHARED_MEMORY_LIMIT[capability],
         "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
+        "trap": "trap;" in compiled.asm["ptx"],
         "loops": loops(compiled.asm["ttgir"]),
         "wide_additions": len(re.findall(r"\.add\.v4\.f32|\.v4\.f32\.add", compiled.asm["ptx"])),
     }
 
 
-def main() -> None:
-    reports = {}
-    for name, request in json.loads(sys.argv[1]).items():
-        config = Config(backend="portable", signal="plain", num_stages=3, **request["config"])
-        capability = tuple(request["capability"])
-        specs = compile_specs(
-            config, request["head_dim"], "float16", request["causal"], capability=capability
-        )
-        wanted = request.get("kernels", ["kv_tiles"])
-        reports[name] = [
-            report(spec, capability) for spec in specs if spec.kernel.__name__ in wanted
-        ]
-    print(
-        json.dumps(
-            {"torch": "torch" in sys.modules, "triton": triton.__version__, "reports": reports}
-        )
+def specs_of(request: dict[str, Any]) -> list[KernelSpec]:
+    """The kernels of a request: those of a backward, or without "config" of a forward."""
+    capability, options = tuple(request["capability"]), dict(request.get("options", {}))
+    if "window" in options:
+        options["window"] = tuple(options["window"])
+    common = request["head_dim"], request.get("dtype", "float16"), request["causal"]
+    if "config" not in request:
+        return [compile_spec_of(*common, capability=capability, **options)]
+    fields = {"backend": "portable", "signal": "plain", "num_stages": 3, **request["config"]}
+    specs = compile_specs(Config(**fields), *common, capability=capability, **options)
+    wanted = request.get("kernels", ["kv_tiles"])
+    return [spec for spec in specs if spec.kernel.__name__ in wanted]
+
+
+def portable_config(
+    dims: tuple[int, int], causal: bool, seq_len: int, capability: tuple[int, int]
+) -> dict[str, Any]:
+    """What the default rule runs on the portable backend; where it would take the Hopper kernel, the largest tile."""
+    problem = Problem(
+        "causal" if causal else "full", dims[0], seq_len, head_dim_v=dims[1] % dims[0]
     )
+    config = default_config(problem, capability)
+    if config.backend != "portable":
+        config = config.with_(**ON_HOPPER, num_stages=3)
+    return config.to_dict()
+
+
+def record_requests() -> list[dict[str, Any]]:
+    """Every option on every capability; lengths of 1024 and 8192, where the default rule's tiles may differ."""
+    requests: list[dict[str, Any]] = []
+    for capability in CAPABILITIES:
+        for dims in HEAD_DIMS:
+            for name, named in OPTIONS.items():
+                causal, options = name != "full", {**named, "head_dim_v": dims[1]}
+                request: dict[str, Any] = {
+                    "option": name, "capability": capability, "head_dim": dims[0], "dtype": "bfloat16",
+                    "causal": causal, "options": options,
+                }  # fmt: skip
+                for seq_len in (1024, 8192):
+                    config = portable_config(dims, causal, seq_len, capability)
+                    requests.append({**request, "config": config})
+                    if name == "causal, all at once":
+                        others = {"kernels": ["prepare_tiles", "cast_tiles"], "config": config}
+                        requests.append({**request, **others})
+                        two_pass = {**config, "policy": "two_pass"}
+                        requests.append({**request, "kernels": ["dq_tiles"], "config": two_pass})
+                forward = {key: value for key, value in options.items() if key not in BACKWARD_ONLY}
+                if name != "causal, grouped":
+                    requests.append({**request, "options": forward})
+    return [request for n, request in enumerate(requests) if request not in requests[:n]]
+
+
+def record_rows(request: dict[str, Any]) -> list[dict[str, Any]]:
+    capability, dim_v = tuple(request["capability"]), request["options"]["head_dim_v"]
+    if "config" in request:
+        names = "block_m", "block_n", "num_warps", "num_stages"
+        tiles = {name: request["config"][name] for name in names}
+    else:
+        tiles = forward_tiles(max(request["head_dim"], dim_v), capability)._asdict()
+    what = {name: request[name] for name in ("option", "capability", "head_dim")}
+    rows = []
+    for spec in specs_of(request):
+        found: dict[str, Any] = {"kernel": spec.kernel.__name__}
+        try:
+            found = report(spec, capability)
+            del found["loops"], found["wide_additions"]
+        except KernelCompileError as error:
+            found["error"] = str(error)
+        rows.append({**what, "head_dim_v": dim_v, **tiles, **found})
+    return rows
+
+
+def record() -> None:
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        rows = [row for found in pool.map(record_rows, record_requests()) for row in found]
+    what = "the portable kernels, bfloat16; python tests/portable_compile_report.py --record"
+    lines = ",\n  ".join(map(json.dumps, rows))
+    print(f'{{"what": "{what}", "triton": "{triton.__version__}", "rows": [\n  {lines}\n]}}')
+
+
+def main() -> None:
+    if sys.argv[1] == "--record":
+        return record()
+    reports = {
+        name: [report(spec, tuple(request["capability"])) for spec in specs_of(request)]
+        for name, request in json.loads(sys.argv[1]).items()
+    }
+    answer = {"torch": "torch" in sys.modules, "triton": triton.__version__, "reports": reports}
+    print(json.dumps(answer))
+    return None
 
 
 if __name__ == "__main__":

@@ -356,7 +356,7 @@ def test_the_default_rule_is_what_the_docs_say() -> None:
     ]
     assert tiles == [(64, 128), (64, 64), (64, 64), (32, 64)]
     blackwell = rule(PROBLEM, (10, 0))
-    assert (blackwell.backend, blackwell.block_m, blackwell.block_n) == ("portable", 64, 128)
+    assert (blackwell.backend, blackwell.block_m, blackwell.block_n) == ("portable", 64, 64)
     assert (blackwell.num_warps, blackwell.num_stages) == (8, 3)
     wide = rule(Problem("causal", 192, 4096), (9, 0))
     assert (wide.backend, wide.schedule) == ("portable", "shortest_first")

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from fake_driver import Board, FakeNvml, Slice
 
 import tuner.doctor
+from tuner.cli import main
+from tuner.command import SweepRequest, run_sweep
 from tuner.doctor import Check, disturbances, examine
 from tuner.nvml import Monitor, VisibleGpu, visible_gpus
+from tuner.space import SpaceFilter
 
 PART = Slice("NVIDIA H200 MIG 1g.18gb", "MIG-a", used=3)
 
@@ -87,3 +91,52 @@ def test_slices_are_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     assert monitor.sample()["sm_mhz"] == 1234, "clocks are the whole GPU's"
     assert monitor.memory_used() == 3, "memory is the slice's"
     assert Monitor("GPU-1").memory_used() == 9
+
+
+def test_a_machine_without_a_compiler_or_headers_is_told_before_a_sweep(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, Board())
+    ok = Check("triton", "ok", "3.6.0")
+    for name in ("triton_version", "torch_build", "ptxas"):
+        monkeypatch.setattr(tuner.doctor, name, lambda *_: ok)
+    monkeypatch.setattr(sys, "argv", ["dash-tune", "--gpu", "h200", "--db", str(tmp_path / "db")])
+
+    def refused() -> str:
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        assert not (tmp_path / "db").exists(), "nothing is written"
+        return capsys.readouterr().err
+
+    with monkeypatch.context() as without:
+        without.setattr("shutil.which", lambda name: None)
+        without.delenv("CC", raising=False)
+        assert "no C compiler (gcc or clang); install gcc" in refused()
+        without.setenv("CC", "nvcc-wrapper")
+        assert "CC=nvcc-wrapper is not found; set CC" in refused()
+    with monkeypatch.context() as without:
+        without.setattr("sysconfig.get_path", lambda *_: str(tmp_path / "include"))
+        assert f"Python.h is not in {tmp_path}/include; install Python's development" in refused()
+    with monkeypatch.context() as without:
+        without.setenv("TRITON_CACHE_DIR", "/proc/kernels")
+        without.setattr("os.access", lambda *_: False)
+        assert "/proc/kernels cannot be written; set TRITON_CACHE_DIR" in refused()
+
+
+def test_what_spoils_times_is_said_before_the_sweep_starts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install(monkeypatch, Board(pids=(4711,)))
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
+    request = SweepRequest(
+        "h200",
+        SpaceFilter(("causal",), (128,), (1024,), stages=(2,), schedules=("descending",)),
+        str(tmp_path / "rows.sqlite"),
+        measurer="fake_handlers:FakeMeasurer",
+        compiler="fake_handlers:FakeCompiler",
+        jobs=1,
+    )
+    assert run_sweep(request) == 0
+    out = capsys.readouterr().out
+    assert "warning: other processes on GPU 0: pids 4711; stop them" in out.splitlines()[0]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -64,7 +67,33 @@ def test_both_baselines_and_a_final_round_are_there(
     assert {"ascending", "unordered"} <= set(cell.baselines)
 
 
-def test_a_resumed_sweep_adds_nothing(rows: list[ResultRow], request_: SweepRequest) -> None:
+def test_a_resumed_sweep_adds_nothing_and_is_quick(
+    rows: list[ResultRow], request_: SweepRequest
+) -> None:
+    started = time.monotonic()
     assert run_sweep(replace(request_)) == 0
+    assert time.monotonic() - started < 5
     with Store.open(request_.db) as store:
         assert store.count() == len(rows)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"windows": ((255, 0),), "head_groups": (4,)},
+        {"softcaps": (True,)},
+        {"varlens": (True,)},
+        {"head_dims": (96,)},
+        {"head_dims": ((192, 128),)},
+    ],
+    ids=["window, grouped heads", "softcap", "packed", "padded", "V narrower"],
+)
+def test_options_are_measured_and_pass_their_gates(options: dict[str, Any], tmp_path: Path) -> None:
+    filters = replace(SHORT, seq_lens=(512,), tokens=2048, stages=(2,), **options)
+    request = SweepRequest(gpu="auto", filters=filters, db=str(tmp_path / "rows.sqlite"))
+    assert run_sweep(request) == 0
+    with Store.open(request.db) as store:
+        found = store.results(limit=None)
+        assert {row.status for row in found} == {"ok"}
+        (cell,) = store.winners(found[0].gpu)
+    assert cell.served is not None

@@ -44,6 +44,7 @@ from dash_kernels.kernels.hopper_shared import (
     ZERO,
     ds_slots,
     kv_buffers,
+    several,
     write_scalar,
 )
 
@@ -72,10 +73,10 @@ def backward_hopper(
     Q_TILE: gl.constexpr = q_desc.block_type.shape
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, M], DTYPE)
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_s = gl.allocate_shared_memory(DTYPE, [kv_buffers(D)] + KV_TILE, k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, [kv_buffers(D)] + KV_TILE, v_desc.layout)
-    q_s = gl.allocate_shared_memory(DTYPE, [STAGES] + Q_TILE, q_desc.layout)
-    do_s = gl.allocate_shared_memory(DTYPE, [STAGES] + Q_TILE, do_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, several(kv_buffers(D), KV_TILE), k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, several(kv_buffers(D), KV_TILE), v_desc.layout)
+    q_s = gl.allocate_shared_memory(DTYPE, several(STAGES, Q_TILE), q_desc.layout)
+    do_s = gl.allocate_shared_memory(DTYPE, several(STAGES, Q_TILE), do_desc.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, M * D // 256, 256], dq_desc.layout)
     ds_s = gl.allocate_shared_memory(DTYPE, [ds_slots(D), N, M], DS_LAYOUT)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)

@@ -92,6 +92,12 @@ def bits(count):
 
 
 @gluon.constexpr_function
+def several(count, tile):
+    """Shape of ``count`` buffers for one tile each."""
+    return [count, *tile]
+
+
+@gluon.constexpr_function
 def ds_slots(head_dim):
     """Buffers for dS: at 128 a second one lets a warpgroup run ahead, at 64 its addresses cost more than it gives."""
     return 2 if head_dim == 128 else 1

@@ -62,7 +62,7 @@ def prediction_identity(problem: Problem, config: Config) -> str:
         [
             schedule_identity(problem, config),
             [config.backend, config.policy],
-            [problem.head_dim, problem.head_dim_v, problem.batch * problem.heads],
+            [problem.head_dim, problem.head_dim_v, problem.batch * problem.heads_kv],
         ]
     )
 

@@ -73,7 +73,7 @@ def _chosen_keys(key: str, problems: Iterable[Problem], gpu: str) -> dict[Proble
 
 def _variants(config: Config, problem: Problem) -> Iterable[tuple[int, Config]]:
     """The config in all that cannot change a bit: heads interleaved, then signal and stages."""
-    total = problem.batch * problem.heads
+    total = problem.batch * problem.heads_kv
     signals = SIGNALS if config.backend == "hopper" else ("plain",)
     dq_stages = DQ_STAGES if config.backend == "hopper" else (config.dq_stages,)
     yield 0, config

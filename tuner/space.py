@@ -309,7 +309,7 @@ def _tiles(problem: Problem, backend: str) -> tuple[tuple[int, int], ...]:
 
 def _canonical(config: Config, problem: Problem) -> Config:
     """One name for launches that hand out the same tickets: as many heads as there are is all of them."""
-    total = problem.batch * problem.heads
+    total = problem.batch * problem.heads_kv
     if total == 1:
         return replace(config, heads_interleaved=1)
     return replace(config, heads_interleaved=0) if config.heads_interleaved >= total else config

@@ -107,7 +107,9 @@ class HeadDim(Strict):
 
 
 class Shape(HeadDim):
-    seq_len: Count | None = Field(None, description="Also `s`. Without it: all measured lengths.")
+    seq_len: Count | None = Field(
+        None, description="Also `s`. Without it: all measured lengths.", examples=[4096]
+    )
     s: Count | None = Field(None, description="The same as `seq_len`.")
 
     @property
@@ -149,7 +151,9 @@ class Options(Shape):
 class BestQuery(Options):
     mask: Mask = Field(examples=["causal"])
     gpu: GpuName | None = Field(
-        None, description="Default: the server's default GPU; the answer names it."
+        None,
+        description="Default: the server's default GPU; the answer names it.",
+        examples=["h200"],
     )
     dtype: Dtype = "bfloat16"
     batch: Count | None = None
@@ -237,7 +241,7 @@ class ResultsQuery(Shape):
         None, description="Rows stored at or after this time (RFC 3339 with a zone)."
     )
     until: Time | None = Field(None, description="Rows stored at or before this time.")
-    cursor: RowId = Field(0, description="`next_cursor` of the page before.")
+    cursor: RowId = Field(0, description="`next_cursor` of the page before.", examples=[0])
     limit: Annotated[int, Field(ge=1, le=1000), BeforeValidator(_digits)] = 100
     format: Literal["json", "csv", "parquet"] = "json"
 

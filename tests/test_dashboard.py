@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -24,6 +25,8 @@ from dashboard.points import fastest_by_kind, geometric_mean
 from dashboard.snapshot import Snapshot, Snapshots, one_a_length, take
 from server.app import create_app
 from server.settings import Settings
+from tuner.export import freeze
+from tuner.results.rows import RunInfo
 from tuner.results.store import Store
 from tuner.winners import Confidence, winners
 
@@ -342,6 +345,30 @@ def test_the_page_holds_the_numbers_without_script(client: TestClient) -> None:
     assert "Config(backend=&#39;hopper&#39;, schedule=&#39;shortest_first&#39;" in page
 
 
+def test_the_page_says_which_release_answers_and_what_is_newer(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    with Store.open(tmp_path_factory.mktemp("released") / "fake.db") as store:
+        fill(store)
+        client = TestClient(create_app(store, Settings()))
+        assert "None yet: dash-tune release --gpu h200" in client.get("/").text
+        assert "release=draft" in client.get("/").text
+        freeze(store, "h200", "<b>first</b>", "fake-1")
+        time.sleep(0.08)  # past the state that the server goes by
+        page = client.get("/").text.split('id="releases"')[1]
+        assert "answer from release 1, fake-1: the winners shown here" in page
+        assert "&lt;b&gt;first&lt;/b&gt;" in page
+        run = store.start_run(RunInfo("h200", {"note": "FAKE"}, {"version": 9}))
+        store.add(run, fake_row(fake_problem("causal", 128, 4096), Config(num_stages=1), 900.0))
+        time.sleep(0.08)
+        page = client.get("/").text.split('id="releases"')[1]
+        assert "they would change 1 cell, in 1 of them also bits" in page
+        freeze(store, "h200", name="fake-2")
+        time.sleep(0.08)
+        page = client.get("/").text.split('id="releases"')[1]
+        assert "23 cells as before, 1 with another config; 1 changes bits" in page
+
+
 def test_no_inline_script_and_nothing_from_elsewhere(client: TestClient) -> None:
     for path in ("/", "/docs", "/?mask=full&predicted=1&kind=shift"):
         page = client.get(path).text
@@ -413,8 +440,6 @@ def test_an_empty_database_says_what_to_run(tmp_path_factory: pytest.TempPathFac
 
 
 def test_predictions_alone_make_a_page(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tuner.results.rows import RunInfo
-
     with Store.open(tmp_path_factory.mktemp("model") / "model.db") as store:
         run = store.start_run(RunInfo("h800", {"note": "FAKE"}, source="modelled"))
         store.add_many(run, fake_modelled("h800"))
@@ -425,8 +450,6 @@ def test_predictions_alone_make_a_page(tmp_path_factory: pytest.TempPathFactory)
 
 
 def test_what_was_only_compiled_has_no_winner(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tuner.results.rows import RunInfo
-
     unknown = dict.fromkeys(("tflops", "ms", "ms_low", "ms_high", "samples", "bits_equal"))
     row = fake_row(
         fake_problem("causal", 128, 1024), Config(), 1.0, "h800", source="compiled", **unknown
@@ -443,8 +466,6 @@ def test_what_was_only_compiled_has_no_winner(tmp_path_factory: pytest.TempPathF
 
 
 def test_a_snapshot_is_kept_until_a_row_comes(tmp_path_factory: pytest.TempPathFactory) -> None:
-    from tuner.results.rows import RunInfo
-
     with Store.open(tmp_path_factory.mktemp("kept") / "kept.db") as store:
         run = store.start_run(RunInfo("h200", {"note": "FAKE"}))
         store.add(run, fake_rows()[0])

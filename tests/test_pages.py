@@ -14,6 +14,7 @@ from fake_rows import fill
 
 from server.app import create_app
 from server.settings import Settings
+from tuner.export import freeze
 from tuner.results.store import Store
 
 DRAWN = "[data-figure]:not([data-drawn])"
@@ -67,6 +68,7 @@ def serving(app: Any) -> Iterator[str]:
 def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with Store.open(tmp_path_factory.mktemp("browser") / "fake.db") as opened:
         fill(opened)
+        freeze(opened, "h200", "FAKE", "fake-1")
         yield opened
 
 

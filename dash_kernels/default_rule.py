@@ -11,9 +11,9 @@ HOPPER_CLASS = (
     9  # major capability from which an SM has the shared memory for a large tile in three stages
 )
 PORTABLE_TILES = {  # padded head_dim -> (block_m, block_n, num_stages), the first that fits is taken
-    64: ((64, 128, 3), (64, 64, 3), (64, 64, 2), (32, 64, 2)),
-    128: ((64, 128, 3), (64, 64, 3), (64, 64, 2), (32, 64, 2)),
-    256: ((64, 64, 2), (32, 64, 2), (32, 32, 2)),
+    64: ((64, 128, 3), (64, 64, 3)),
+    128: ((64, 128, 3), (64, 64, 3), (32, 64, 3)),
+    256: ((32, 64, 3), (32, 32, 2)),
 }
 
 
@@ -21,10 +21,11 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     """The rule where nothing has been measured.
 
     Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its own tile.
-    Where the Hopper kernel does not run the problem, the portable one: 64x128 tiles in three stages up to head_dim 128
-    on chips with Hopper's shared memory, 64x64 where tensor memory is too small for that (10.x at 128). On smaller ones
-    a 128-row tile up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128. Three
-    stages where they fit, because with two no copy of a Q tile runs beside a step.
+    Where the Hopper kernel does not run the problem, the portable one: 64x128 tiles up to head_dim 128 on chips with
+    Hopper's shared memory, 64x64 where tensor memory is too small for that (10.x at 128). On smaller ones a 128-row tile
+    up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128; 32x64 where shared memory is
+    too small for that, and above head_dim 128. Three stages, because with two no copy of a Q tile runs beside a step;
+    two where only they fit (32x32, head_dim 256 on chips with 99 KiB).
 
     Raises ValueError, with the last candidate's reason, where no backend runs the problem.
     """
@@ -57,6 +58,5 @@ def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Confi
             "block_m": 64 if dim == 64 or short else 32,
         }
         yield portable.with_(num_stages=3, **tile)
-        yield portable.with_(num_stages=2, **tile)
     for block_m, block_n, num_stages in PORTABLE_TILES[dim]:
         yield portable.with_(block_m=block_m, block_n=block_n, num_stages=num_stages)

@@ -52,7 +52,8 @@ def serve(
     Settings are DASH_* variables: DASH_TOKEN allows writes, and DASH_TOKENS_FILE those of named holders
     (python -m server.tokens NAME makes one); DASH_DEFAULT_GPU answers calls that name no GPU, DASH_SERVE_RELEASE pins
     GPUs to a release ('{"h200": 3}'); DASH_ROOT_PATH is the prefix of a proxy, DASH_CORS_ORIGINS a JSON list of sites
-    that may read, DASH_MAX_BODY_BYTES and DASH_RETRY_AFTER_S the limits of a write and of a wait; DASH_LOG=json and
+    that may read, DASH_MAX_BODY_BYTES, DASH_QUERY_SECONDS and DASH_RETRY_AFTER_S the limits of a write, a query and a wait;
+    DASH_LOG=json and
     DASH_LOG_REQUESTS=1 say what is logged and how. docs/operations.md has more.
     """
     if db is not None:
@@ -184,6 +185,7 @@ def application() -> object:
     """The application of one worker, from the environment that ``serve`` prepared."""
     from server.app import create_app
     from server.settings import Settings
+    from tuner.results.limits import limit_queries
     from tuner.results.store import Store
 
     settings = Settings()
@@ -193,6 +195,7 @@ def application() -> object:
     if in_memory:
         store.load_shipped()
         store.read_only = settings.read_only
+    limit_queries(store, settings.query_seconds)
     app = create_app(store, settings)
     threading.Thread(target=_warm, args=(app.state.context,), daemon=True).start()
     return app

@@ -26,6 +26,7 @@ class Settings(BaseSettings):
     serve_release: dict[str, int] = Field(default_factory=dict)
     root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]+)*$")
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
+    query_seconds: float = Field(default=30.0, gt=0, le=3600)
     cors_origins: list[str] = Field(default_factory=list)
     retry_after_s: int = Field(default=5, ge=1)
     log: Literal["text", "json"] = "text"

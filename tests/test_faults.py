@@ -32,6 +32,8 @@ from sqlalchemy import event
 from server.app import create_app
 from server.settings import Settings
 from tuner.export import freeze
+from tuner.results.limits import limit_queries
+from tuner.results.rows import StoreError
 from tuner.results.store import Store
 
 BEST = "/best?mask=causal&d=128"
@@ -156,6 +158,21 @@ def test_a_file_that_another_program_locks(file: Path, monkeypatch: pytest.Monke
         assert post(client) == 201
 
 
+SLOW = "WITH RECURSIVE n(x) AS (SELECT 1 UNION ALL SELECT x + 1 FROM n WHERE x < 100000000) SELECT max(x) FROM n"
+
+
+def test_a_query_that_takes_too_long_is_ended_and_the_next_one_is_well(file: Path) -> None:
+    with Store.open(file) as store:
+        limit_queries(store, 0.2)
+        client = client_of(store)
+        begin = time.monotonic()
+        with pytest.raises(StoreError, match="interrupted"), store.reading() as connection:
+            connection.exec_driver_sql(SLOW)
+        assert time.monotonic() - begin < 10
+        limit_queries(store, 60.0)
+        well(client)
+
+
 def test_a_migration_that_was_killed_halfway_leaves_the_schema_before_it(tmp_path: Path) -> None:
     path = tmp_path / "old.db"
     halfway = """
@@ -200,6 +217,10 @@ def test_postgresql_that_crashes_and_comes_back() -> None:
             client = client_of(store)
             assert [post(client, number) for number in range(5)] == [201] * 5
             freeze(store, "h200", name="before")
+            limit_queries(store, 0.2)
+            with pytest.raises(StoreError, match="timeout"), store.reading() as connection:
+                connection.exec_driver_sql("SELECT pg_sleep(20)")
+            limit_queries(store, 60.0)
             settled()
             well(client)
             server.crash()

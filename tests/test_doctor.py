@@ -10,7 +10,7 @@ from fake_driver import Board, FakeNvml, Slice
 
 import tuner.doctor
 from tuner.cli import main
-from tuner.command import SweepRequest, run_sweep
+from tuner.command import SweepRequest, UsageError, resolve_target, run_sweep
 from tuner.doctor import Check, disturbances, examine
 from tuner.nvml import Monitor, VisibleGpu, visible_gpus
 from tuner.space import SpaceFilter
@@ -75,6 +75,23 @@ def test_a_driver_older_than_pytorchs_cuda_is_missing_something(
     assert check.state == "missing"
     assert "550.54 runs CUDA 12, and PyTorch is built for CUDA 13.0" in check.found
     assert "update the driver" in check.remedy
+
+
+def test_a_slice_is_swept_under_its_own_name_and_never_for_the_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    install(monkeypatch, Board(slices=[PART]))
+    for asked in ("auto", "h200-mig-1g-18gb", "NVIDIA H200 MIG 1g.18gb"):
+        target = resolve_target(SweepRequest(asked))
+        assert (target.name, target.spec, target.gpus[0].uuid) == (
+            "h200-mig-1g-18gb",
+            None,
+            "MIG-a",
+        )
+    with pytest.raises(UsageError, match=r"this machine has NVIDIA H200 MIG 1g\.18gb \(h200-mig"):
+        resolve_target(SweepRequest("h200"))
+    with pytest.raises(UsageError, match="unknown GPU 'h200-mig'"):
+        resolve_target(SweepRequest("h200-mig"))
 
 
 def test_slices_are_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:

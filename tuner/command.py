@@ -164,14 +164,16 @@ def _preflight(request: SweepRequest, target: Target) -> None:
 def resolve_target(request: SweepRequest) -> Target:
     """Which chip, and which of this machine's GPUs. Raises UsageError naming what is there instead."""
     spec = None
+    gpus = visible_gpus()
+    names = [gpu_name(gpu.driver_name) or slug(gpu.driver_name) for gpu in gpus]
     if request.gpu != "auto":
         try:
             spec = resolve_gpu(request.gpu)
         except ValueError as error:
-            raise UsageError(str(error)) from None
+            if slug(request.gpu) not in names:  # a slice, or a chip without a data sheet here
+                raise UsageError(str(error)) from None
     if request.compile_only and spec is not None:
         return Target(spec.name, spec.capability, spec)
-    gpus = visible_gpus()
     if request.compile_only and not gpus:
         raise UsageError(
             "--gpu auto finds no GPU here; name the chip to compile for, for instance --gpu h800"
@@ -180,8 +182,8 @@ def resolve_target(request: SweepRequest) -> Target:
         return Target(spec.name, spec.capability, spec)
     if not gpus:
         raise UsageError(doctor.gpu().line)
-    names = [gpu_name(gpu.driver_name) or slug(gpu.driver_name) for gpu in gpus]
-    wanted = spec.name if spec else names[0]
+    unnamed = names[0] if request.gpu == "auto" else slug(request.gpu)
+    wanted = spec.name if spec else unnamed
     chosen = tuple(gpu for gpu, name in zip(gpus, names, strict=True) if name == wanted)
     if not chosen:
         found = ", ".join(

@@ -23,7 +23,7 @@ from tuner.nvml import visible_gpus
 from tuner.peer_kernels import available, fa4_version
 from tuner.policy import MeasurementPolicy
 from tuner.results import ResultFilter, Store
-from tuner.sampling import Sampler, matmul_tflops
+from tuner.sampling import Sampler, Timing, matmul_tflops
 from tuner.space import SpaceFilter, baseline_config, problems, validate
 from tuner.stats import median_interval
 
@@ -175,7 +175,13 @@ class Bench:
             self._try(peers, runs, name, lambda config=config: self._ours(cell, config))
         for name, make in available().items():
             self._try(peers, runs, name, lambda make=make: self._theirs(cell, make(cell)))
-        timing = self.sampler.run(list(runs.values()))
+        try:
+            timing = self.sampler.run(list(runs.values()))
+        except CandidateError as error:  # the GPU stays hot: no time of this shape is worth keeping
+            for name in runs:
+                peers[name] = {"error": f"{error.failure}: {error}"}
+            timing = Timing(0)
+            runs = {}
         for (name, _), samples in zip(runs.items(), timing.samples, strict=True):
             middle, low, high = median_interval(samples)
             peers[name] |= {

@@ -1,4 +1,4 @@
-"""The Gluon forward, compiled for sm_90a without a GPU or torch: no spills, no serialised wgmma, turns in the code."""
+"""The Gluon forward, compiled for sm_90a without a GPU or torch: what spills, and no serialised wgmma."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ import json, sys
 from dataclasses import asdict
 from dash_kernels.kernels.compile import compile_spec
 from dash_kernels.kernels.forward_hopper import forward_spec
-for head_dim, mask in json.loads(sys.argv[1]):
-    print(json.dumps(asdict(compile_spec(forward_spec(head_dim, "bfloat16", mask), (9, 0)))))
+for head_dim, mask, options in json.loads(sys.argv[1]):
+    print(json.dumps(asdict(compile_spec(forward_spec(head_dim, "bfloat16", mask, **options), (9, 0)))))
 """
 
 
-def compiled(python: Path, cache: Path, *wanted: tuple[int, str]) -> list[dict[str, Any]]:
+def compiled(python: Path, cache: Path, *wanted: tuple[Any, ...]) -> list[dict[str, Any]]:
     ran = subprocess.run(
         [str(python), "-c", SCRIPT, json.dumps(wanted)],
         cwd=ROOT,
@@ -35,13 +35,24 @@ def compiled(python: Path, cache: Path, *wanted: tuple[int, str]) -> list[dict[s
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
 
 
-@pytest.mark.parametrize(("which", "head_dim"), [(0, 128), (-1, 64)])
-def test_no_spills_and_no_serialised_matmuls(
-    triton_pythons: list[Path], tmp_path: Path, which: int, head_dim: int
-) -> None:
-    """With the oldest and the newest Triton, in the form with the most registers in use: causal."""
-    (report,) = compiled(triton_pythons[which], tmp_path, (head_dim, "causal"))
+ALL_OPTIONS = {"softcap": True, "packed": True}
+
+
+@pytest.mark.parametrize(
+    ("which", "head_dim", "mask", "options", "spilled"),
+    [
+        (0, 128, "causal", {}, 0),
+        (-1, 64, "window", ALL_OPTIONS, 0),
+        # Three consumers of 160 registers: faster by 15% than two that spill nothing.
+        (-1, 64, "full", {}, 320),
+    ],
+)
+def test_no_serialised_matmuls_and_no_more_spills(
+    triton_pythons: list[Path], tmp_path: Path, which: int, head_dim: int, mask: str, options: Any, spilled: int
+) -> None:  # fmt: skip
+    """With the oldest or the newest Triton."""
+    (report,) = compiled(triton_pythons[which], tmp_path, (head_dim, mask, options))
     assert report["kernel"] == "forward_main"
-    assert report["spill_bytes"] == 0, report
+    assert report["spill_bytes"] <= spilled, report
     assert report["warnings"] == [], report
     assert report["shared_bytes"] <= 232448

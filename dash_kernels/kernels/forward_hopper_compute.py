@@ -191,7 +191,8 @@ def consumer(
         s = warpgroup_mma_wait(0, deps=[s])
         mbarrier.arrive(bars.index(K_EMPTY))
     mbarrier.wait(bars.index(TILE_FULL), 0)
-    while read_word(words, tile, COUNT) >= 0:
+    count = read_word(words, tile, COUNT)
+    while count >= 0:
         slot = tile % Q_STAGES * CONSUMERS + CONSUMER
         q = q_s.index(slot).reshape([BAND, D])
         if Q_STAGES == 1:
@@ -213,7 +214,7 @@ def consumer(
         p2 = pack(p, DTYPE)
         o = gl.zeros((BAND, D), gl.float32, O_LAYOUT)
         mbarrier.wait(bars.index(V_FULL + step % STAGES), (step // STAGES) & 1)
-        last = step + read_word(words, tile, COUNT) - 1
+        last = step + count - 1
         plain_end = last
         if (MASK == CAUSAL_MASK) | (MASK == WINDOW_MASK):
             if MASK == WINDOW_MASK:
@@ -278,4 +279,5 @@ def consumer(
             mbarrier.arrive(bars.index(K_EMPTY + step % STAGES))
         tile += 1
         mbarrier.wait(bars.index(TILE_FULL + (tile & 1)), (tile >> 1) & 1)
+        count = read_word(words, tile, COUNT)
     tma_store_wait(0)

@@ -45,9 +45,10 @@ def write_word(words, tile, word: gl.constexpr, value):
 def begin_draw(counter):
     """Ask for the next number; the answer is in lane 0 once :func:`end_draw` wants it."""
     return gl.inline_asm_elementwise(
-        """{ .reg .pred p; .reg .u32 lane;
-        mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 $0, 0;
-        @p atom.relaxed.gpu.global.add.u32 $0, [$1], 1; }""",
+        """{ .reg .pred p; .reg .u32 lane, t;
+        mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; mov.u32 t, 0;
+        @p atom.relaxed.gpu.global.add.u32 t, [$1], 1;
+        mov.u32 $0, t; }""",
         "=r,l,~{memory}",
         [counter],
         dtype=gl.int32,

@@ -29,11 +29,7 @@ from dash_kernels.kernels.forward_hopper_copy import (
     V_FULL,
     producer,
 )
-
-
-@gluon.constexpr_function
-def stack_of(count, shape):
-    return [count, *shape]
+from dash_kernels.kernels.hopper_shared import several
 
 
 @gluon.jit(
@@ -56,10 +52,10 @@ def forward_main(
     DTYPE: gl.constexpr = q_desc.dtype
     Q_TILE: gl.constexpr = q_desc.block_type.shape
     KV_TILE: gl.constexpr = k_desc.block_type.shape
-    q_s = gl.allocate_shared_memory(DTYPE, stack_of(CONSUMERS * Q_STAGES, Q_TILE), q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, stack_of(STAGES, KV_TILE), k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, stack_of(STAGES, KV_TILE), v_desc.layout)
-    out_s = gl.allocate_shared_memory(DTYPE, stack_of(CONSUMERS, Q_TILE), out_desc.layout)
+    q_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS * Q_STAGES, Q_TILE), q_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, several(STAGES, KV_TILE), k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, several(STAGES, KV_TILE), v_desc.layout)
+    out_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS, Q_TILE), out_desc.layout)
     words = gl.allocate_shared_memory(
         gl.int32, [2 * RECORD_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )

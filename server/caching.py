@@ -23,6 +23,8 @@ HOUR = "public, max-age=3600"
 """Changes with the version of the package only."""
 NEVER = "no-store"
 SMALLEST = 1024
+LARGE = 64 << 10
+"""Bytes from which packing takes milliseconds, in which nobody else would be answered: a thread does it."""
 LEVEL = 5
 PACKED_TYPES = ("text/", "application/json", "application/problem+json", "image/svg+xml")
 
@@ -204,7 +206,10 @@ async def _answer(scope: Scope, answer: Answer, head: bool, send: Send) -> None:
     asked = {name: value for name, value in scope["headers"] if name in _ASKED}
     body = answer.body
     accepted = asked.get(b"accept-encoding", b"").decode("latin-1")
-    packed = body.packed if takes_gzip(accepted) else None
+    packed = None
+    if takes_gzip(accepted):
+        large = len(body.plain) > LARGE and "packed" not in vars(body)
+        packed = await run_in_threadpool(lambda: body.packed) if large else body.packed
     headers = {**answer.headers, **headers_of(body, packed is not None, answer.cache)}
     status, sent = 200, body.plain if packed is None else packed
     if matches(asked.get(b"if-none-match", b"").decode("latin-1"), body.tag):

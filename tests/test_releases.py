@@ -18,6 +18,7 @@ from dash_kernels.table_diff import diff
 from server.app import create_app
 from server.settings import Settings
 from tuner.export import freeze
+from tuner.results.rows import StoreError
 from tuner.results.store import Store
 
 FASTER = {"config": Config(schedule="shortest_first").to_dict(), "ms": 0.5, "tflops": 600.0}
@@ -167,10 +168,15 @@ def test_a_release_is_the_newest_though_the_clock_went_back(
     assert len(writable.get("/results").json()["results"]) == 2
 
 
-def test_the_name_draft_is_taken(writable: TestClient) -> None:
+@pytest.mark.parametrize("name", ["draft", "3"])
+def test_a_name_that_means_something_else_is_refused(
+    writable: TestClient, empty: Store, name: str
+) -> None:
     kept(writable, row_body())
-    answer = writable.post("/releases", json={"gpu": "h200", "name": "draft"}, headers=TOKEN)
+    answer = writable.post("/releases", json={"gpu": "h200", "name": name}, headers=TOKEN)
     assert (answer.status_code, answer.json()["parameter"]) == (422, "name")
+    with pytest.raises(StoreError, match=name):
+        freeze(empty, "h200", name=name)
 
 
 # -- the diff itself ------------------------------------------------------------------------------------------------

@@ -115,8 +115,13 @@ def freeze(
     """Make the winners of now a release: numbered, immutable, named ``<gpu>-<date>`` where no name is given.
 
     ``cells`` are the winners as of row ``until_id``, where the caller has them already. The release is newer than every
-    one there is, also where the clock went backwards since.
+    one there is, also where the clock went backwards since. Raises StoreError for a name that is taken or means
+    something else.
     """
+    if name is not None and (name.isdecimal() or name == "draft"):
+        raise StoreError(
+            f"release name {name!r} would read as a number or as the draft; choose another"
+        )
     last = store.last_result_id() if until_id is None else until_id
     if cells is None:
         cells = store.winners(gpu, until_id=last)

@@ -55,8 +55,10 @@ def create(context: Context) -> APIRouter:
             raise invalid(
                 "gpu", f"{gpu} has no measured winner to freeze; run dash-tune --gpu {gpu} first"
             )
-        if body.name is not None and body.name == DRAFT:
-            raise invalid("name", "name 'draft' means the rows as they are now; choose another")
+        if body.name is not None and (body.name == DRAFT or body.name.isdecimal()):
+            raise invalid(
+                "name", f"name {body.name!r} would read as a number or as the draft; choose another"
+            )
         try:
             release = freeze(
                 context.store,

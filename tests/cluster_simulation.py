@@ -28,8 +28,13 @@ from tuner.results import Store
 from tuner.results.models import ClaimTable, Result
 from tuner.space import SpaceFilter, space
 
-LEASE_S = 2.0
-SHAPES: dict[str, list[Any]] = {"masks": ["causal", "full"], "head_dims": [64, 128]}
+LEASE_S = 2.0  # and more where so many commands share these cores that a heartbeat comes late
+COMMANDS_A_CORE = 4
+SHAPES: dict[str, list[Any]] = {
+    "masks": ["causal", "full"],
+    "head_dims": [128],
+    "seq_lens": [1024, 2048, 4096, 8192],
+}
 PATIENCE_S = 600.0
 
 
@@ -58,6 +63,7 @@ class Simulation:
     def __init__(self, forks: SweepForks, db: str, workers: int, kills: int, **shapes: Any) -> None:
         self.forks, self.db, self.workers, self.kills = forks, db, workers, kills
         self.shapes = {**SHAPES, **shapes}
+        self.lease_s = LEASE_S * max(1.0, workers / COMMANDS_A_CORE / (os.cpu_count() or 1))
         self.random = random.Random()
         self.running: set[int] = set()
         self.asleep: dict[int, float] = {}
@@ -82,7 +88,7 @@ class Simulation:
 
     def _start(self) -> None:
         self.running.add(
-            self.forks.start(self.db, filters=self.shapes, lease_s=LEASE_S, own_machine=True)
+            self.forks.start(self.db, filters=self.shapes, lease_s=self.lease_s, own_machine=True)
         )
 
     def _has_begun(self) -> bool:
@@ -94,7 +100,7 @@ class Simulation:
     def _strike(self, pid: int) -> None:
         if self.random.random() < 0.5:
             os.kill(pid, signal.SIGSTOP)
-            self.asleep[pid] = time.monotonic() + LEASE_S * self.random.uniform(0.5, 2)
+            self.asleep[pid] = time.monotonic() + self.lease_s * self.random.uniform(0.5, 2)
             self.slept += 1
             return
         os.kill(pid, signal.SIGKILL)
@@ -160,9 +166,11 @@ def main() -> int:
         try:
             report = Simulation(forks, db, asked.workers, asked.kills).run()
         finally:
-            forks.close()
-            if server is not None:
-                server.stop()
+            try:
+                forks.close()
+            finally:
+                if server is not None:
+                    server.stop()
     print(report)
     print("exactly one row a config" if report.good else "WRONG: not exactly one row a config")
     return 0 if report.good else 1

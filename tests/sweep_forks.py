@@ -56,9 +56,10 @@ class SweepForks:
         return bool(self._ask({"do": "peek", "pid": pid}))
 
     def close(self) -> None:
+        """End whatever still runs."""
         assert self._server.stdin is not None
         self._server.stdin.close()
-        self._server.wait(10)
+        self._server.wait(60)
 
 
 def _start(message: dict[str, Any]) -> int:
@@ -119,18 +120,23 @@ def _serve() -> None:
 
     software()  # found out once, and inherited by every fork
     space((9, 0), SpaceFilter(("causal",), (128,), (1024,)))
+    running: set[int] = set()
     for line in sys.stdin:
         message = json.loads(line)
         if message["do"] == "start":
             answer = _start(message)
+            running.add(answer)
         elif message["do"] == "wait":
             answer = os.waitpid(message["pid"], 0)[1]
+            running.remove(message["pid"])
         elif message["do"] == "peek":
             seen = os.waitid(os.P_PID, message["pid"], os.WEXITED | os.WNOHANG | os.WNOWAIT)
             answer = int(seen is not None)
         else:
             answer = os.getppid()
         print(answer, flush=True)
+    for pid in running:
+        os.kill(pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import logging
 import math
 import multiprocessing
@@ -417,6 +419,38 @@ def test_the_journal_falls_back_with_one_clear_warning(
         assert record.levelno == logging.WARNING
         assert f"refused journal mode wal ({name})" in record.message
         assert "local disk" in record.message
+
+
+def test_on_a_network_file_system_there_is_no_wal_and_a_warning_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    home = tmp_path / "home of users"
+    home.mkdir()
+    mounts = tmp_path / "mounts"
+    escaped = str(home).replace(" ", "\\040")
+    mounts.write_text(f"/dev/sda / ext4 rw 0 0\nserver:/home {escaped} nfs4 rw 0 0\n")
+    monkeypatch.setattr(database, "MOUNTS", mounts)
+    _fill(str(home / "deep" / "rows.db"))
+    assert _journal(home / "deep" / "rows.db") == "delete"
+    assert "is on a network file system (nfs4): use it from one host only" in caplog.text
+    caplog.clear()
+    _fill(str(tmp_path / "local.db"))
+    assert _journal(tmp_path / "local.db") == "wal"
+    assert not caplog.text
+
+
+def test_a_file_system_that_cannot_lock_is_named_and_nothing_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with pytest.raises(
+        StoreError, match=r"rows.db.lock cannot be locked .*as on NFS; keep it on a local disk"
+    ):
+        Store.open(tmp_path / "rows.db")
+    assert not (tmp_path / "rows.db").exists()
 
 
 def test_the_rollback_journal_can_be_asked_for(

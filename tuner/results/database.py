@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -24,6 +25,12 @@ SILENT_SECONDS = 30.0  # inside a PostgreSQL transaction, before the server ends
 BUSY_VARIABLE = "DASH_SQLITE_BUSY_S"
 JOURNAL_VARIABLE = "DASH_SQLITE_JOURNAL"
 CHOOSE = "pass --db PATH or set DASH_DB"
+MOUNTS = Path("/proc/self/mounts")
+# Hosts that share a file on one of these share neither its locks nor the memory that WAL keeps beside it.
+NETWORK_FILE_SYSTEMS = {
+    *("nfs", "nfs4", "cifs", "smb3", "smbfs", "afs", "ceph", "lustre", "gpfs", "beegfs", "panfs"),
+    *("wekafs", "glusterfs", "fuse.glusterfs", "fuse.sshfs", "fuse.ceph", "fuse.beegfs"),
+}
 
 
 def resolve_url(database: str | os.PathLike[str] | None) -> URL:
@@ -246,9 +253,18 @@ def _file_lock(path: Path) -> Iterator[None]:
 
 def _set_journal(path: Path) -> None:
     """Switch the file to WAL, which lasts; keep the rollback journal, and say so, where WAL is refused."""
-    wanted = os.environ.get(JOURNAL_VARIABLE, "wal").lower()
+    network = network_file_system(path)
+    wanted = os.environ.get(JOURNAL_VARIABLE, "delete" if network else "wal").lower()
     if wanted not in ("wal", "delete"):
         raise StoreError(f"{JOURNAL_VARIABLE} is {wanted!r}; choose wal or delete")
+    if network:
+        log.warning(
+            "database %s is on a network file system (%s): use it from one host only, keep it on a local disk (%s), or "
+            "share a PostgreSQL",
+            path,
+            network,
+            CHOOSE,
+        )
     try:
         answer = ask_journal(path, wanted)
     except sqlite3.OperationalError as error:
@@ -264,6 +280,20 @@ def _set_journal(path: Path) -> None:
             answer,
             JOURNAL_VARIABLE,
         )
+
+
+def network_file_system(path: Path) -> str | None:
+    """The type of the network file system that holds ``path``; None on a local one, and where the system does not say."""
+    try:
+        mounts = [line.split() for line in MOUNTS.read_text().splitlines()]
+    except OSError:
+        return None
+    folder, held, kind = path.parent.resolve(), -1, ""
+    for _, point, type_, *_ in mounts:
+        mounted = Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), point))  # spaces
+        if folder.is_relative_to(mounted) and len(mounted.parts) >= held:
+            held, kind = len(mounted.parts), type_
+    return kind if kind in NETWORK_FILE_SYSTEMS else None
 
 
 def ask_journal(path: Path, mode: str) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import triton
 from triton.experimental.gluon import language as gl
 
-from dash_kernels.kernels.descriptors import describe_rows, outer_axes
+from dash_kernels.kernels.descriptors import filled, outer_axes, rows_template
 from dash_kernels.kernels.forward_hopper_copy import BAND
 from dash_kernels.kernels.forward_hopper_kernel import forward_main
 from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, TAIL_MASK, WINDOW_MASK
@@ -86,34 +86,33 @@ def forward_hopper(
 
     lengths = None
     if sequences is not None:
-        lengths = sequences.cu_seqlens_q.shape[0] - 1, sequences.max_seqlen_k
-    plan = _plan(
-        q.shape, k.shape, v.shape, q.dtype, q.device, bool(causal), tuple(window), softcap != 0, lengths, tile
-    )  # fmt: skip
+        lengths = sequences.cu_seqlens_q.shape[0] - 1, _power_of_two(sequences.max_seqlen_k)
+    form = causal, window[0], window[1], softcap != 0, lengths, tile
+    key = q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, q.device, form
+    plan = _plans.get(key)
+    if plan is None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        plan = _plans[key] = _plan(q, k, v, *form)
     for name, tensor in (("q", q), ("k", k), ("v", v)):
-        batch, row, head, column = tensor.stride()
-        if column != 1 or (batch | row | head) % 8 or tensor.data_ptr() % 16:
-            raise ValueError(
-                f"{name} has strides {tensor.stride()} or a base that is not 16-byte aligned: make it contiguous"
-            )
-    out = torch.empty(plan.out_shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=q.device)
+        if tensor.data_ptr() % 16:
+            raise ValueError(f"{name} has a base that is not 16-byte aligned: make it contiguous")
+    device = q.device
+    out = torch.empty(plan.out_shape, dtype=q.dtype, device=device)
+    lse = torch.empty(plan.lse_shape, dtype=torch.float32, device=device)
     starts, special = (None, None), None
     if sequences is not None:
         starts = sequences.cu_seqlens_q, sequences.cu_seqlens_k
         special = tuple(x.data_ptr() % 16 == 0 for x in starts)
     # With softcap, S' = cap tanh(x) with x = S scale / cap and tanh from exp2(2 x log2(e)).
     factors = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
-    rows, cols, packed = plan.tile.block_n, plan.cols, sequences is not None
-    with torch.cuda.device(q.device):
+    q_rows, k_rows, v_rows, out_rows = plan.templates
+    with torch.cuda.device(device):
         run_compiled(
             plan.compiled, forward_main, plan.ctas,
             (
-                describe_rows(q, BAND.value, cols, plan.band_layout, packed),
-                describe_rows(k, rows, cols, plan.kv_layout, packed),
-                describe_rows(v, rows, cols, plan.kv_layout, packed),
-                describe_rows(out, BAND.value, cols, plan.band_layout, packed),
-                lse, _counter(q.device), *starts, *plan.numbers, *factors,
+                filled(q_rows, q), filled(k_rows, k), filled(v_rows, v), filled(out_rows, out),
+                lse, _counter(device), *starts, *plan.numbers, *factors,
             ),
             plan.constexprs, OPTIONS, special=special,
         )  # fmt: skip
@@ -122,38 +121,41 @@ def forward_hopper(
 
 @dataclass(frozen=True)
 class _Plan:
-    """All of a launch that does not depend on the tensors' contents, strides or addresses."""
+    """All of a launch that does not depend on the tensors' contents or addresses."""
 
-    tile: ForwardTile
-    cols: int
-    band_layout: Any
-    kv_layout: Any
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
+    templates: tuple[dict[str, Any], ...]  # of q, k, v and the output
     ctas: int
     numbers: tuple[int, ...]
     constexprs: dict[str, Any]
     compiled: dict[Any, Any] = field(default_factory=dict)
 
 
-@functools.lru_cache(maxsize=4096)
+MOST_PLANS = 4096
+_plans: dict[Any, _Plan] = {}
+
+
 def _plan(
-    q_shape: Any, k_shape: Any, v_shape: Any, dtype: Any, device: Any, causal: bool, window: tuple[int, int], softcap: bool,
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, left: int, right: int, softcap: bool,
     lengths: tuple[int, int] | None, tile: ForwardTile | None,
 ) -> _Plan:  # fmt: skip
     """``lengths`` of packed sequences: how many there are, and the keys of the longest."""
     import torch
 
-    batch, seq_len, heads, head_dim = q_shape
-    seq_len_kv, heads_kv, head_dim_v = v_shape[1:]
-    properties = torch.cuda.get_device_properties(device)
-    capability = properties.major, properties.minor
-    reason = supports_forward(head_dim, head_dim_v, dtype, capability)
-    if not reason and k_shape != (batch, seq_len_kv, heads_kv, head_dim):
-        reason = f"k is {tuple(k_shape)} with q {tuple(q_shape)} and v {tuple(v_shape)}"
+    batch, seq_len, heads, head_dim = q.shape
+    seq_len_kv, heads_kv, head_dim_v = v.shape[1:]
+    properties = torch.cuda.get_device_properties(q.device)
+    reason = supports_forward(head_dim, head_dim_v, q.dtype, (properties.major, properties.minor))
+    if not reason and k.shape != (batch, seq_len_kv, heads_kv, head_dim):
+        reason = f"k is {tuple(k.shape)} with q {tuple(q.shape)} and v {tuple(v.shape)}"
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        b, row, head, column = tensor.stride()
+        if not reason and (column != 1 or (b | row | head) % 8):
+            reason = f"{name} has strides {tensor.stride()}: make it contiguous"
     if reason:
         raise ValueError(f"the Hopper forward cannot run this: {reason}")
-    packed = lengths is not None
+    packed, window = lengths is not None, (left, right)
     causal = causal or window == (-1, 0)
     if is_windowed(causal, window):
         mask = "window"
@@ -166,22 +168,30 @@ def _plan(
     count, longest = lengths or (0, seq_len_kv)
     num_m = seq_len // tile.block_m + count if packed else -(-seq_len // tile.block_m)
     total_heads, group = batch * heads, heads // heads_kv
-    section = min(max(SECTION_BYTES // (max(longest, 1) * cols * 4), 1) * group, total_heads)
-    band_layout, kv_layout = _layouts(tile.block_n, cols, GLUON_DTYPES[str(dtype)], packed)
+    section = min(max(SECTION_BYTES // (longest * cols * 4), 1) * group, total_heads)
+    band_layout, kv_layout = _layouts(tile.block_n, cols, GLUON_DTYPES[str(q.dtype)], packed)
+    band = BAND.value, cols, band_layout, packed
+    keys = tile.block_n, cols, kv_layout, packed
+    out_shape = batch, seq_len, heads, head_dim_v
+    out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     num_tiles = total_heads * num_m
     return _Plan(
-        tile=tile,
-        cols=cols,
-        band_layout=band_layout,
-        kv_layout=kv_layout,
-        out_shape=(batch, seq_len, heads, head_dim_v),
+        out_shape=out_shape,
         lse_shape=(batch, heads, seq_len),
+        templates=(
+            rows_template(q, *band), rows_template(k, *keys), rows_template(v, *keys), rows_template(out, *band),
+        ),
         ctas=min(num_tiles, properties.multi_processor_count),
         numbers=(
             count, num_tiles, num_m, total_heads, heads, group, section, *reaches(causal, window), seq_len, seq_len_kv,
         ),
         constexprs=_constexprs(mask, softcap, packed, tile, cols),
     )  # fmt: skip
+
+
+def _power_of_two(length: int) -> int:
+    """``length`` rounded up: packs of much the same lengths share a plan."""
+    return 1 << max(length - 1, 0).bit_length()
 
 
 def _constexprs(

@@ -17,7 +17,7 @@ from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, WINDOW_MASK, read_sc
 # Words of a Q tile's record in shared memory; two records take turns. KV tiles to walk (-1 ends the stream); how many of
 # them, at the start, need a mask; the place in the walk from which a window's left edge needs one; batch, or the row at
 # which a packed sequence ends; head; first row; keys of the walk's first KV tile that row 0 (or every row) sees, with no
-# regard to how many keys there are; how many there are; rows of a packed sequence.
+# regard to how many keys there are; how many there are; rows of the sequence; the first row's place in LSE.
 COUNT, MASKED, PLAIN_END, BATCH, HEAD, ROW, REACH, LIMIT, ROWS, LSE_ROW = (
     gl.constexpr(word) for word in range(10)
 )

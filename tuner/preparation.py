@@ -27,7 +27,8 @@ class Preparation:
         self.done: dict[Key, Reply] = {}
         self._begun: set[Key] = set()
         self._compiles: deque[tuple[Key, Item]] = deque()
-        self._others: deque[tuple[Key, Item]] = deque()
+        self._proofs: deque[tuple[Key, Item]] = deque()
+        self._predictions: deque[tuple[Key, Item]] = deque()
         self._queue()
 
     def keep(self, items: Sequence[Item]) -> None:
@@ -40,8 +41,8 @@ class Preparation:
 
     def clear(self) -> None:
         """Begin nothing more."""
-        self._compiles.clear()
-        self._others.clear()
+        for queue in (self._compiles, self._proofs, self._predictions):
+            queue.clear()
 
     def _queue(self) -> None:
         """Proofs and predictions in the order in which candidates need them, each once."""
@@ -51,11 +52,16 @@ class Preparation:
                 needed.setdefault(("prove", item.prove_key), item)
                 if self.settings.model:
                     needed.setdefault(("predict", item.predict_key), item)
-        self._others = deque((key, item) for key, item in needed.items() if key not in self._begun)
+        left = [(key, item) for key, item in needed.items() if key not in self._begun]
+        self._proofs = deque(task for task in left if task[0][0] == "prove")
+        self._predictions = deque(task for task in left if task[0][0] == "predict")
 
     def hand_out(self) -> None:
+        """Compiles first, then proofs, then predictions; one process in four begins with predictions."""
+        usual = self._compiles, self._proofs, self._predictions
         for slot in self.compilers.idle_slots():
-            found = self._next()
+            predicts = self.compilers.slots.index(slot) % 4 == 3
+            found = self._next((self._predictions, *usual) if predicts else usual)
             if found is None:
                 break
             key, item = found
@@ -68,9 +74,9 @@ class Preparation:
             }
             self.compilers.submit(slot, key, task, self.settings.compile_timeout_s)
 
-    def _next(self) -> tuple[Key, Item] | None:
+    def _next(self, queues: Sequence[deque[tuple[Key, Item]]]) -> tuple[Key, Item] | None:
         """What a waiting candidate needs next; what only candidates in other hands need is passed over."""
-        for queue in (self._compiles, self._others):
+        for queue in queues:
             while queue:
                 key, item = queue.popleft()
                 if item.state == "waiting" or self._is_needed(key):

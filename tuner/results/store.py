@@ -95,7 +95,7 @@ class Store:
             return _inserted(connection.execute(insert(Run).values(**values)))
 
     def finish_run(self, run_id: int) -> None:
-        with self._write() as connection:
+        with self.transaction() as connection:
             connection.execute(update(Run).where(Run.id == run_id).values(finished=utc_now()))
 
     def add(self, run_id: int, row: ResultRow, claim: Claim | None = None) -> int:
@@ -114,20 +114,21 @@ class Store:
         also: Sequence[tuple[int, ResultRow]] = (),
     ) -> list[int]:
         """Append rows in one transaction, with those of other runs in ``also``; ids of ``rows`` as :meth:`add` answers."""
-        with self._write() as connection:
+        entries = [(run_id, rows), *((other, [row]) for other, row in also)]
+        values = [value for run, its in entries for value in _row_values(run, its)]
+        insert_ = sqlite.insert if self.is_sqlite else postgresql.insert
+        once = insert_(Result).on_conflict_do_nothing(index_elements=["run_id", "config_hash"])
+        with self.transaction() as connection:
             if claim is not None:
                 settle(connection, claim)
-            for other, row in also:
-                self._append(connection, other, [row])
-            return self._append(connection, run_id, rows)
+            for run, its in entries:
+                self._check_gpu(connection, run, its)
+            self._take_turn(connection)  # last, because all others wait from here to the commit
+            if values:
+                connection.execute(once, values)
+        return self._ids(run_id, [row.config_hash for row in rows])
 
-    def _append(self, connection: Connection, run_id: int, rows: Sequence[ResultRow]) -> list[int]:
-        now = utc_now()
-        values = [
-            {name: getattr(row, name) for name in ROW_FIELDS if name != "id"}
-            | {"run_id": run_id, "created_at": row.created_at or now}
-            for row in rows
-        ]
+    def _check_gpu(self, connection: Connection, run_id: int, rows: Sequence[ResultRow]) -> None:
         gpu = connection.scalar(select(Run.gpu).where(Run.id == run_id))
         if gpu is None:
             raise StoreError(f"database {self.where} has no run {run_id}; start one first")
@@ -136,18 +137,17 @@ class Store:
             raise StoreError(
                 f"run {run_id} is of {gpu}; a row of {other} belongs to a run of its own"
             )
-        if values:
-            insert_ = sqlite.insert if self.is_sqlite else postgresql.insert
-            once = insert_(Result).on_conflict_do_nothing(index_elements=["run_id", "config_hash"])
-            connection.execute(once, values)
+
+    def _ids(self, run_id: int, hashes: Sequence[str]) -> list[int]:
         ids: dict[str, int] = {}
-        for start in range(0, len(rows), IDS_A_QUERY):
-            hashes = [row.config_hash for row in rows[start : start + IDS_A_QUERY]]
-            found = select(Result.config_hash, Result.id).where(
-                Result.run_id == run_id, Result.config_hash.in_(hashes)
-            )
-            ids |= {row.config_hash: row.id for row in connection.execute(found)}
-        return [ids[row.config_hash] for row in rows]
+        with self.reading() as connection:
+            for start in range(0, len(hashes), IDS_A_QUERY):
+                found = select(Result.config_hash, Result.id).where(
+                    Result.run_id == run_id,
+                    Result.config_hash.in_(hashes[start : start + IDS_A_QUERY]),
+                )
+                ids |= {row.config_hash: row.id for row in connection.execute(found)}
+        return [ids[name] for name in hashes]
 
     def runs(self, gpu: str | None = None) -> list[RunInfo]:
         """Runs in the order of their ids."""
@@ -375,7 +375,7 @@ class Store:
 
     @contextmanager
     def transaction(self) -> Iterator[Connection]:
-        """One short transaction that writes, but no rows."""
+        """One short transaction that may write."""
         if self.read_only:
             raise StoreError(f"database {self.where} was opened for reading only")
         with database.errors(self.url), self._writer.begin() as connection:
@@ -383,11 +383,23 @@ class Store:
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:
-        """One writer at a time, so that rows become visible in the order of their ids: pages and answers rely on it."""
         with self.transaction() as connection:
-            if not self.is_sqlite:  # which has one writer at a time anyway
-                connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('dash_write'))"))
+            self._take_turn(connection)
             yield connection
+
+    def _take_turn(self, connection: Connection) -> None:
+        """One writer at a time, so that rows become visible in the order of their ids: pages and answers rely on it."""
+        if not self.is_sqlite:  # which has one writer at a time anyway
+            connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('dash_write'))"))
+
+
+def _row_values(run_id: int, rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
+    now = utc_now()
+    return [
+        {name: getattr(row, name) for name in ROW_FIELDS if name != "id"}
+        | {"run_id": run_id, "created_at": row.created_at or now}
+        for row in rows
+    ]
 
 
 def _rows() -> Select[Any]:

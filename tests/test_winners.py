@@ -15,6 +15,7 @@ import pytest
 from dash_kernels.default_rule import default_config
 from dash_kernels.problem import Config, Problem
 from tuner.export import freeze
+from tuner.finals import finalists
 from tuner.results import ResultFilter, ResultRow, RunInfo, Store
 from tuner.results.queries import NotMeasured, Question, best
 from tuner.winners import overall, pick, student_t, winners
@@ -226,6 +227,18 @@ def test_a_winner_that_does_not_beat_the_default_outside_the_noise_is_the_defaul
     assert cell_of(*bare).served.row.to_config() == SERVED
     unknown = [replace(row, gpu="b900", config_hash="") for row in noisy]
     assert cell_of(*unknown).served.row.to_config() == faster, "no default is known for this chip"
+
+
+def test_the_default_takes_part_in_every_final_round() -> None:
+    rivals = [SERVED.with_(heads_interleaved=heads) for heads in (2, 4, 8, 16, 32)]
+    rows = [measured(config, 500.0 + i) for i, config in enumerate(rivals)]
+    rows += [measured(ASCENDING, 230), measured(SERVED, 400)]
+    configs = [row.to_config() for row in finalists(PROBLEM, rows)]
+    assert configs[0] == ASCENDING
+    assert configs[-1] == SERVED, "20 % slower in this pass, and yet what the winner has to beat"
+    assert len(configs) == 1 + 4 + 1
+    leading = [measured(SERVED, 600), *rows[:-1]]
+    assert [row.to_config() for row in finalists(PROBLEM, leading)].count(SERVED) == 1
 
 
 def test_samples_taken_in_turn_are_compared_one_by_one() -> None:

@@ -1,4 +1,4 @@
-"""Who goes into a cell's final round: the baselines, and the leaders that one pass cannot tell apart."""
+"""Who goes into a cell's final round: the baselines, the default, and the leaders that one pass cannot tell apart."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dash_kernels.problem import Problem
 from tuner.results import ResultRow
 from tuner.space import BASELINE
-from tuner.winners import is_final, is_plain, resident
+from tuner.winners import default_of, is_final, is_plain, resident
 
 CLOSE = 0.03  # clocks move by several per cent between samples taken minutes apart
 MOST_SERVABLE = 4
@@ -34,7 +34,9 @@ def finalists(problem: Problem, rows: Sequence[ResultRow]) -> list[ResultRow]:
     waiting = _close([row for row in others if row not in servable])
     if not baseline or not others:
         return []
-    return baseline[:1] + unordered[:1] + servable[:MOST_SERVABLE] + waiting[:MOST_OTHERS]
+    leaders = servable[:MOST_SERVABLE] + waiting[:MOST_OTHERS]
+    usual = [row for row in others if row not in leaders and row.config == default_of(row)]
+    return baseline[:1] + unordered[:1] + leaders + usual
 
 
 def _is_baseline(row: ResultRow) -> bool:

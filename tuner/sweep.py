@@ -27,7 +27,7 @@ from tuner.space import Candidate, baseline_config
 from tuner.worker import Reply
 
 IDLE_WAIT_S = 0.5
-FINALISTS = 8  # at most, of a cell: two baselines, four to serve, two others
+FINALISTS = 9  # at most, of a cell: two baselines, the default, four to serve, two others
 MOST_FOR_FINALS = 0.25  # of a budget
 RESOURCES = ("registers", "spill_bytes", "shared_bytes")
 MEASURED = (

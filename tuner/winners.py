@@ -281,12 +281,12 @@ def pick(rows: Sequence[ResultRow]) -> ResultRow:
 
 def _unless_default(winner: ResultRow, rows: Sequence[ResultRow]) -> ResultRow:
     """The winner, or the default rule's row where the winner does not beat it for sure."""
-    default = _default_of(winner)
+    default = default_of(winner)
     row = next((row for row in rows if row.config == default), winner)
     return winner if row is winner or _beats([(winner, row)]) else row
 
 
-def _default_of(row: ResultRow) -> dict[str, Any] | None:
+def default_of(row: ResultRow) -> dict[str, Any] | None:
     """The default rule's config for a measured row's problem; None on a chip whose capability is not known."""
     gpu = GPUS.get(row.gpu)
     if gpu is None or row.source != "measured":
@@ -441,7 +441,7 @@ def _overall(cells: list[Cell]) -> Overall:
     rivals = [found for found in complete if [row.seq_len for row in found] == same]
     tied = [found for found in rivals if _ties(list(zip(fastest, found, strict=True)))]
     winner = min(tied, key=lambda found: _simplicity(found[0]))
-    defaults = [_default_of(row) for row in winner]
+    defaults = [default_of(row) for row in winner]
     default = next((r for r in rivals if [row.config for row in r] == defaults), winner)
     if default is not winner and not _beats(list(zip(winner, default, strict=True))):
         winner = default

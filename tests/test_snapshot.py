@@ -59,7 +59,7 @@ def random_row(draw: random.Random, number: int) -> ResultRow:
     return replace(row, created_at=START + timedelta(seconds=draw.randrange(50)), id=None)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_row_by_row_is_all_at_once(store: Store, seed: int) -> None:
     draw = random.Random(seed)
     sweeps = [
@@ -67,15 +67,15 @@ def test_row_by_row_is_all_at_once(store: Store, seed: int) -> None:
         for number in range(3)
     ]
     snapshots = Snapshots(store)
-    for number in range(60):
+    for number in range(50):
         run = store.start_run(draw.choice(sweeps))
         store.add(run, random_row(draw, number))
-        if draw.random() < 0.3:
+        if draw.random() < 0.2:
             assert listed(snapshots.of("h200")) == whole(store)
     assert listed(snapshots.of("h200")) == whole(store)
     assert listed(Snapshots(store).of("h200")) == whole(store)
     total = snapshots.counts()
-    assert sum(total.values()) == store.count() == 60
+    assert sum(total.values()) == store.count() == 50
     assert total == newest.counts(store, 0, store.last_result_id())
 
 

@@ -10,6 +10,8 @@ from dash_kernels.problem import Config
 from server.params import Count, Direction, Dtype, Edge, GpuName, Mask, RowId, Source, Status, Time
 
 Text = Annotated[str, Field(max_length=16_000)]
+Number = Annotated[float, Field(strict=True)]
+"""A number in JSON: neither true nor text."""
 
 
 class Differs(BaseModel):
@@ -282,26 +284,26 @@ class RowBody(BaseModel):
     status: Status = "ok"
     direction: Direction = "backward"
     error: Text | None = None
-    tflops: float | None = None
-    ms: float | None = None
-    ms_low: float | None = None
-    ms_high: float | None = None
-    samples: Annotated[list[float | None], Field(max_length=10_000)] | None = None
-    speedup_vs_baseline: float | None = None
+    tflops: Number | None = None
+    ms: Number | None = None
+    ms_low: Number | None = None
+    ms_high: Number | None = None
+    samples: Annotated[list[Number | None], Field(max_length=10_000)] | None = None
+    speedup_vs_baseline: Number | None = None
     registers: RowId | None = None
     spill_bytes: RowId | None = None
     shared_bytes: RowId | None = None
     required_bytes: RowId | None = None
     limit_bytes: RowId | None = None
-    max_abs_error: float | None = None
-    rel_error: float | None = None
-    budget: float | None = None
+    max_abs_error: Number | None = None
+    rel_error: Number | None = None
+    budget: Number | None = None
     bits_equal: StrictBool | None = None
     runs_compared: RowId | None = None
     min_resident: RowId | None = None
     numerics_key: Annotated[str, Field(max_length=64)] | None = None
     telemetry: dict[str, Any] | None = None
-    predicted: float | None = None
+    predicted: Number | None = None
     above_peak: StrictBool = False
     created_at: Time | None = None
 

@@ -40,7 +40,8 @@ def enum(*allowed: str) -> Any:
 
 def _digits(value: Any) -> Any:
     """Only ASCII digits make a number: no spaces, signs, underscores, points or exponents."""
-    if isinstance(value, str) and not (value.isascii() and value.isdecimal()):
+    wrong = isinstance(value, str) and not (value.isascii() and value.isdecimal())
+    if wrong or isinstance(value, bool):
         raise ValueError("it must be a whole number")
     return value
 

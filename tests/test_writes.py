@@ -65,6 +65,11 @@ def test_bad_rows_write_nothing(writable: TestClient, empty: Store) -> None:
         (row_body(config={"schedule": "zigzag"}), "results.0"),
         (row_body(status="fine"), "results.0.status"),
         (row_body(colour="red"), "results.0.colour"),
+        (row_body(ms=True), "results.0.ms"),
+        (row_body(ms="1.0"), "results.0.ms"),
+        (row_body(samples=[1.0, False]), "results.0.samples.1"),
+        (row_body(registers=True), "results.0.registers"),
+        (row_body(above_peak=0), "results.0.above_peak"),
     ]
     for row, parameter in bad:
         answer = writable.post("/results", json=body_of(row), headers=TOKEN)

@@ -21,6 +21,19 @@ MASKS = ("full", "causal")
 # (Sq, Sk): whole tiles, ragged, Sq < Sk, Sq > Sk
 LENGTHS = ((512, 512), (333, 333), (127, 300), (700, 129))
 NAN_WORD = 0x7FC07FC0  # NaN as bf16, fp16 and fp32 alike
+# Of the Hopper forward: mask, window, softcap, packed, head_dim: each value of one with most of each other, few kernels
+FORWARD_FORMS = (
+    ("causal", (100, -1), 0.0, False, 64),
+    ("full", (70, 40), 9.0, True, 64),
+    ("causal", (-1, -1), 0.0, True, 64),
+    ("full", (-1, -1), 9.0, False, 64),
+    ("full", (130, 33), 0.0, False, 128),
+    ("causal", (257, -1), 9.0, True, 128),
+    ("full", (-1, -1), 0.0, True, 128),
+    ("causal", (-1, -1), 9.0, False, 128),
+    ("full", (-1, 33), 0.0, True, 128),
+    ("full", (300, -1), 0.0, True, 64),
+)
 
 
 def config_for(kind: str, backend: str, head_dim: int, policy: str = "ordered") -> Config:

@@ -7,7 +7,7 @@ from itertools import accumulate
 from typing import Any
 
 import pytest
-from gpu_cases import LENGTHS, MASKS, NAN_WORD, torch
+from gpu_cases import FORWARD_FORMS, LENGTHS, MASKS, NAN_WORD, torch
 
 from dash_kernels import reference
 from dash_kernels.device import current_gpu
@@ -136,21 +136,6 @@ def test_nothing_past_a_tensor_is_read(head_dim: int) -> None:
         assert expected[0].shape == shape
 
 
-# mask, window, softcap, packed, head_dim: each value of one with most of each other, few kernels
-FORMS = (
-    ("causal", (100, -1), 0.0, False, 64),
-    ("full", (70, 40), 9.0, True, 64),
-    ("causal", (-1, -1), 0.0, True, 64),
-    ("full", (-1, -1), 9.0, False, 64),
-    ("full", (130, 33), 0.0, False, 128),
-    ("causal", (257, -1), 9.0, True, 128),
-    ("full", (-1, -1), 0.0, True, 128),
-    ("causal", (-1, -1), 9.0, False, 128),
-    ("full", (-1, 33), 0.0, True, 128),
-    ("full", (300, -1), 0.0, True, 64),
-)
-
-
 def starts_of(lengths: list[int]) -> Any:
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
 
@@ -189,7 +174,7 @@ def assert_packed(
         at, key = at + length, key + length_kv
 
 
-@pytest.mark.parametrize(("mask", "window", "softcap", "packed", "head_dim"), FORMS)
+@pytest.mark.parametrize(("mask", "window", "softcap", "packed", "head_dim"), FORWARD_FORMS)
 def test_windows_softcap_and_packed_sequences(
     mask: str, window: tuple[int, int], softcap: float, packed: bool, head_dim: int
 ) -> None:

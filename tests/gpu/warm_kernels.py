@@ -16,6 +16,7 @@ sys.path[:0] = [
 
 from gpu_cases import (  # noqa: E402
     BACKENDS,
+    FORWARD_FORMS,
     KINDS,
     LENGTHS,
     NUMERICS_CASES,
@@ -65,6 +66,23 @@ def warm_numerics(kind: str, mask: str, head_dim: int, backend: str) -> None:
     torch.cuda.synchronize()
 
 
+def warm_forward(
+    mask: str, window: tuple[int, int], softcap: float, packed: bool, head_dim: int
+) -> None:
+    from dash_kernels.kernels.forward_hopper import forward_hopper
+    from dash_kernels.kernels.sequences import Sequences
+
+    if current_gpu().capability[0] != 9:
+        return
+    q = torch.zeros(1, 333, 2, head_dim, device="cuda", dtype=torch.bfloat16)
+    starts = torch.tensor([0, 333], dtype=torch.int32, device="cuda")
+    forward_hopper(
+        q, q, q, causal=mask == "causal", scale=1.0, window=window, softcap=softcap,
+        sequences=Sequences(starts, starts, 333, 333) if packed else None,
+    )  # fmt: skip
+    torch.cuda.synchronize()
+
+
 JOBS = [
     *(functools.partial(warm, *group) for group in GROUPS),
     *(
@@ -72,6 +90,7 @@ JOBS = [
         for case in NUMERICS_CASES
         for backend in BACKENDS
     ),
+    *(functools.partial(warm_forward, *form) for form in FORWARD_FORMS),
 ]
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import torch
 
 from dash_kernels import Config, on_cpu, on_gpu
 from dash_kernels.execute import Options, encode_config
-from dash_kernels.kernels import forward, forward_portable, launch, portable_kernels
+from dash_kernels.kernels import forward, forward_portable, launch
 from dash_kernels.kernels.sinks import apply_sink, sink_gradient
 from dash_kernels.kernels.tails import clear_gradient_tails, clear_output_tail
 
@@ -97,8 +97,7 @@ def stand_in_for_a_gpu() -> None:
     launch.hold_arrays = lambda *_: None
     forward.pick_kernel = lambda *_: "portable"  # type: ignore[assignment]
     forward_portable.forward_tiles = lambda *_: forward_portable.ForwardTiles(32, 32, 4, 1)
-    portable_kernels.wait_for_turn = interpreter.wait_for_turn
-    portable_kernels.release_turn = interpreter.release_turn
+    interpreter.replace_turnstile()
     torch.empty = interpreter.poisoned
 
 

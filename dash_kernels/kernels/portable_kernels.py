@@ -3,18 +3,7 @@
 A CTA takes one item of one head: it keeps a KV tile (K, V, dK, dV), walks the Q tiles that the schedule's arrays
 name, and adds its part of dQ to an fp32 buffer when the turnstile says that its turn has come.
 
-How the order of addition is kept (policy ordered), hazard by hazard:
-
-- *A predecessor's sum before mine.* Each CTA ends a contribution with ``release_turn``: its ``bar.sync`` puts the
-  additions of all threads before thread 0, whose ``fence.acq_rel.gpu`` and ``red`` (a release) publish them.
-  ``wait_for_turn`` polls with thread 0 (``ld.acquire.gpu``); its ``bar.sync`` hands what thread 0 has acquired on to
-  the other threads. So every addition of this CTA follows every addition of its predecessors.
-- *Turn 0 and the uninitialised buffer.* Turn 0 stores and the others add, so the buffer needs no zeroing; the store
-  comes before the additions by the same chain. A Q tile without any contribution is known by its semaphore's 0.
-- *Stale caches.* Additions are atomics, performed in L2: no thread reads dQ through its L1 cache.
-- *The software pipeliner.* The Q loop loads nothing that another CTA writes, so a load hoisted over a wait is
-  harmless, and the wait and the release are one opaque operation each, so that the loop stays pipelined. (A branch
-  around the store or the add fails to compile for Hopper: both are predicated instead.)
+portable_turnstile.py says how the order of addition is kept.
 
 What keeps a 64 x 128 tile of head_dim 128 out of local memory and Q and dO a step ahead, each seen in the compiler's
 output for sm_90: dQ leaves in the order of the accumulator's registers (``flatten``), with no trip through shared
@@ -43,83 +32,18 @@ from dash_kernels.kernels.portable_tiles import (
     tanh,
     unflatten,
 )
+from dash_kernels.kernels.portable_turnstile import peek_turn, signal_turn, wait_for_turn
 from dash_kernels.kernels.sequences import turn_of
 
 UNORDERED, ORDERED, NO_DQ = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-# Words of the workspace before the semaphores: ticket, abort flag, late tile, its turn, what it saw, then room.
+# Words of the workspace before the semaphores: ticket, abort flag, late tile, its turn, what it saw, then room. The last
+# is signalled where there is nothing to signal; nothing reads it.
 HEADER_WORDS = tl.constexpr(32)
+SPARE_WORD = tl.constexpr(31)
 # SECTIONS has a bit each for loops over plain, masked and plain steps (1, 2, 4); this value masks all steps in one.
 ALL_MASKED = tl.constexpr(runtime.ALL_MASKED)
 KV_TILE_WORDS = tl.constexpr(sequences.KV_TILE_WORDS)
 Q_TILE_WORDS = tl.constexpr(sequences.Q_TILE_WORDS)
-
-WAIT_FOR_TURN = tl.constexpr("""{
-    .reg .pred p; .reg .b32 tid, seen, flag; .reg .b64 start, now;
-    mov.u32 $0, 0;
-    mov.u32 tid, %tid.x;
-    setp.ne.u32 p, tid, 0;
-    @p bra DONE;
-    ld.acquire.gpu.global.b32 seen, [$1];
-    setp.eq.u32 p, seen, $2;
-    @p bra DONE;
-    mov.u64 start, %globaltimer;
-    POLL:
-    ld.acquire.gpu.global.b32 seen, [$1];
-    setp.eq.u32 p, seen, $2;
-    @p bra DONE;
-    ld.relaxed.gpu.global.b32 flag, [$3+4];
-    setp.ne.u32 p, flag, 0;
-    @p bra DONE;
-    mov.u64 now, %globaltimer;
-    sub.u64 now, now, start;
-    setp.lt.u64 p, now, $4;
-    @p bra POLL;
-    atom.relaxed.gpu.global.cas.b32 flag, [$3+4], 0, 1;
-    setp.ne.u32 p, flag, 0;
-    @p bra DONE;
-    sub.u64 now, $1, $3;
-    shr.u64 now, now, 2;
-    cvt.u32.u64 flag, now;
-    sub.u32 flag, flag, 32;
-    st.global.b32 [$3+8], flag;
-    st.global.b32 [$3+12], $2;
-    st.global.b32 [$3+16], seen;
-    DONE:
-    bar.sync 0; }""")
-
-RELEASE_TURN = tl.constexpr("""{
-    .reg .pred p; .reg .b32 tid;
-    mov.u32 $0, 0;
-    mov.u32 tid, %tid.x;
-    setp.eq.u32 p, tid, 0;
-    bar.sync 0;
-    @p fence.acq_rel.gpu;
-    @p red.relaxed.gpu.global.add.u32 [$1], 1; }""")
-
-
-@triton.jit
-def wait_for_turn(semaphore, turn, workspace, bound_ns):
-    """Return once ``semaphore`` reads ``turn``; give up once the launch is aborted or ``bound_ns`` nanoseconds passed.
-
-    The first wait to give up by its bound aborts the launch and leaves in the header which tile was late (head *
-    num_m + m_block), the turn that it waited for and the contributions that it saw.
-    """
-    tl.inline_asm_elementwise(
-        WAIT_FOR_TURN,
-        "=r,l,r,l,l,~{memory}",
-        [semaphore, turn, workspace, tl.cast(bound_ns, tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
-def release_turn(semaphore):
-    """Let the next contribution through, after the additions of all threads of this CTA."""
-    tl.inline_asm_elementwise(
-        RELEASE_TURN, "=r,l,~{memory}", [semaphore], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
@@ -180,7 +104,7 @@ def prepare_tiles(
 
 @triton.jit
 def walk(
-    dk, dv, k, v, first, last, n_block, m_first, visit, turns, query_head, lengths, factors, workspace, bound_ns,
+    dk, dv, signal, k, v, first, last, n_block, m_first, visit, turns, query_head, lengths, factors, workspace, bound_ns,
     MASK: tl.constexpr, CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr,
     VARLEN: tl.constexpr, DESCENDING: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -203,6 +127,8 @@ def walk(
             next_block = tl.load(visit + step + 1)  # at the end: a word of what follows, unused
             if POLICY == ORDERED:
                 turn = tl.load(turns + step)
+        if POLICY == ORDERED:
+            peeked = peek_turn(semaphores + m_block)
         row = m_block * BLOCK_M
         rows = row + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q, stride_qs, row, seq_len, RAGGED, BLOCK_M, HEAD_DIM)
@@ -220,6 +146,8 @@ def walk(
             p = tl.where(seen, p, 0.0)
         dout_tile = load_tile(dout, stride_gs, row, seq_len, RAGGED, BLOCK_M, HEAD_DIM_V)
         dv = tl.dot(p.to(k.dtype), dout_tile, dv)
+        if POLICY == ORDERED:
+            came = signal_turn(signal, peeked, turn)
         if SOFTCAP:
             p *= 1.0 - capped * capped
         dp = tl.dot(v, tl.trans(dout_tile))
@@ -232,18 +160,18 @@ def walk(
                 part = flatten(tl.dot(tl.trans(ds), k), NUM_WARPS)
             dq_tile = dq + row.to(tl.int64) * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM)
             if POLICY == ORDERED:
-                wait_for_turn(semaphores + m_block, turn, workspace, bound_ns)
+                wait_for_turn(came, semaphores + m_block, turn, workspace, bound_ns)
                 tl.store(dq_tile, part, mask=turn == 0)
                 tl.atomic_add(dq_tile, part, mask=turn != 0, sem="relaxed")
-                release_turn(semaphores + m_block)
+                signal = semaphores + m_block
             else:
                 tl.atomic_add(dq_tile, part, sem="relaxed")
-    return dk, dv
+    return dk, dv, signal
 
 
 @triton.jit
 def walk_head(
-    dk, dv, k, v, member, n_block, bounds, m_first, visit, turns, rows, strides, num_m, lengths, factors, workspace, bound_ns,
+    dk, dv, signal, k, v, member, n_block, bounds, m_first, visit, turns, rows, strides, num_m, lengths, factors, workspace, bound_ns,
     CAUSAL: tl.constexpr, WINDOWED: tl.constexpr, SOFTCAP: tl.constexpr, VARLEN: tl.constexpr,
     DESCENDING: tl.constexpr, SECTIONS: tl.constexpr, RAGGED: tl.constexpr, POLICY: tl.constexpr, DQ_TRANSPOSED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr,
@@ -259,13 +187,13 @@ def walk_head(
     )  # fmt: skip
     for section in tl.static_range(3):  # plain, masked, plain; with a window: masked, plain, masked
         if (SECTIONS >> section) % 2 == 1:
-            dk, dv = walk(
-                dk, dv, k, v, bounds[section], bounds[section + 1], n_block, m_first, visit, turns,
+            dk, dv, signal = walk(
+                dk, dv, signal, k, v, bounds[section], bounds[section + 1], n_block, m_first, visit, turns,
                 head, lengths, factors, workspace, bound_ns,
                 SECTIONS == ALL_MASKED or (section == 1) != WINDOWED, CAUSAL, WINDOWED, SOFTCAP,
                 VARLEN, DESCENDING, RAGGED, POLICY, DQ_TRANSPOSED, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
             )  # fmt: skip
-    return dk, dv
+    return dk, dv, signal
 
 
 @triton.jit
@@ -284,21 +212,24 @@ def run_kv_tile(
     v_tile = load_tile(v, kv_strides[1], row, seq_len_kv, True, BLOCK_N, HEAD_DIM_V)
     dk = tl.zeros((BLOCK_N, HEAD_DIM), tl.float32)
     dv = tl.zeros((BLOCK_N, HEAD_DIM_V), tl.float32)
+    signal = workspace + SPARE_WORD  # the contribution that is still to be signalled: none
     if SECTIONS == ALL_MASKED:
         bounds = (0, 0, bounds[3], bounds[3])
     if GROUPED:
         for member in range(group):
-            dk, dv = walk_head(
-                dk, dv, k_tile, v_tile, tl.cast(member, tl.int64), n_block, bounds, m_first, visit, turns, rows, strides, num_m,
+            dk, dv, signal = walk_head(
+                dk, dv, signal, k_tile, v_tile, tl.cast(member, tl.int64), n_block, bounds, m_first, visit, turns, rows, strides, num_m,
                 lengths, factors, workspace, bound_ns, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED,
                 POLICY, DQ_TRANSPOSED, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
             )  # fmt: skip
     else:
-        dk, dv = walk_head(
-            dk, dv, k_tile, v_tile, 0, n_block, bounds, m_first, visit, turns, rows, strides, num_m,
+        dk, dv, signal = walk_head(
+            dk, dv, signal, k_tile, v_tile, 0, n_block, bounds, m_first, visit, turns, rows, strides, num_m,
             lengths, factors, workspace, bound_ns, CAUSAL, WINDOWED, SOFTCAP, VARLEN, DESCENDING, SECTIONS, RAGGED,
             POLICY, DQ_TRANSPOSED, BLOCK_M, BLOCK_N, HEAD_DIM, HEAD_DIM_V, NUM_WARPS,
         )  # fmt: skip
+    if POLICY == ORDERED:
+        signal_turn(signal, 0, 0)
     store_tile(dk_head, heads_kv * HEAD_DIM, row, seq_len_kv, dk * scale, BLOCK_N, HEAD_DIM)
     store_tile(dv_head, heads_kv * HEAD_DIM_V, row, seq_len_kv, dv, BLOCK_N, HEAD_DIM_V)
 

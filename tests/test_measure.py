@@ -24,7 +24,7 @@ from tuner.nvml import VisibleGpu, _selected, throttle_names
 from tuner.policy import MeasurementPolicy
 from tuner.sampling import Sampler
 from tuner.stats import interval_width, median_interval
-from tuner.truth import SOFTCAP, packed_lengths, spread, work_share
+from tuner.truth import packed_lengths, spread, work_share
 
 PROBLEM = Problem("causal", 64, 48, batch=2, heads=3)
 ORDERED, UNORDERED = Config(), Config(policy="unordered")
@@ -251,7 +251,7 @@ def test_options_reach_the_kernel_and_one_that_forgets_them_is_wrong(
 
 def test_packed_sequences_count_the_work_that_they_are() -> None:
     problem = Problem("causal", 64, 4096, batch=4, varlen=True)
-    assert packed_lengths(problem) == [(1024, 1024), (2048, 2048), (3072, 3072), (4096, 4096)]
+    assert packed_lengths(problem) == [(n, n) for n in (4096, 3072, 2048, 1024)]
     assert work_share(problem) == (1 + 4 + 9 + 16) / 64
     assert work_share(PROBLEM) == 1.0
 
@@ -260,7 +260,7 @@ def test_a_forward_that_no_kernel_computes_is_constraints(
     kernel: FakeKernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: Any, **how: Any) -> Any:
-        assert how["softcap"] == SOFTCAP
+        assert how["softcap"] == testing.SOFTCAP
         raise NotImplementedError("no forward kernel caps scores")
 
     monkeypatch.setattr(forward_module, "forward", refuse)

@@ -48,7 +48,7 @@ class Cell:
         self.bytes = cell_bytes(problem)
         self.scale = 1 / math.sqrt(problem.head_dim)
         self.first: tuple[Any, ...] = ()
-        self.sequences = sequences_of(torch, problem, device)
+        self.sequences = sequences_of(problem, device)
         self.how: dict[str, Any] = {"causal": problem.causal, "scale": self.scale}
         self.how |= options_of(problem)
         if self.sequences is not None:

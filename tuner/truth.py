@@ -8,20 +8,13 @@ from typing import Any
 
 from dash_kernels.problem import Problem, padded_head_dim, unmasked_pairs
 
-# Low enough for scores of normal inputs, which are within 4, to feel it: a kernel that forgot the cap fails the gate.
-SOFTCAP = 2.0
-
 
 def packed_lengths(problem: Problem) -> list[tuple[int, int]]:
-    """(queries, keys) of each packed sequence: a ramp up to the longest, the same in every run, so that times compare."""
-    count = problem.batch
-    return [
-        (
-            max(1, problem.seq_len * (place + 1) // count),
-            max(1, problem.seq_len_kv * (place + 1) // count),
-        )
-        for place in range(count)
-    ]
+    """(queries, keys) of each packed sequence: a ramp, the same in every run, so that times compare."""
+    from dash_kernels.testing import packed_starts
+
+    queries, keys = (starts.diff().tolist() for starts in packed_starts(problem, "cpu"))
+    return list(zip(queries, keys, strict=True))
 
 
 def work_share(problem: Problem) -> float:
@@ -40,6 +33,8 @@ def work_share(problem: Problem) -> float:
 
 def options_of(problem: Problem) -> dict[str, Any]:
     """Keyword arguments of forward, backward and reference that are not at their defaults, without the sequences."""
+    from dash_kernels.testing import SOFTCAP
+
     options: dict[str, Any] = {}
     if problem.windowed:
         options["window"] = problem.window
@@ -48,19 +43,14 @@ def options_of(problem: Problem) -> dict[str, Any]:
     return options
 
 
-def sequences_of(torch: Any, problem: Problem, device: str) -> Any:
+def sequences_of(problem: Problem, device: str) -> Any:
     """Where the packed sequences begin, None where they are not packed."""
     if not problem.varlen:
         return None
     from dash_kernels.kernels.sequences import Sequences
+    from dash_kernels.testing import packed_starts
 
-    starts: list[Any] = []
-    for lengths in zip(*packed_lengths(problem), strict=True):
-        ends = [0]
-        for length in lengths:
-            ends.append(ends[-1] + length)
-        starts.append(torch.tensor(ends, dtype=torch.int32, device=device))
-    starts_q, starts_k = starts
+    starts_q, starts_k = packed_starts(problem, device)
     return Sequences(starts_q, starts_k, problem.seq_len, problem.seq_len_kv)
 
 
@@ -72,8 +62,8 @@ def kernel_dims(problem: Problem, backend: str) -> tuple[int, int]:
 
 def peer_runs(problem: Problem) -> bool:
     """Whether PyTorch's flash attention computes this problem, so that its error is the measure of ours."""
-    options = problem.windowed or problem.softcap or problem.varlen
-    return not options and problem.head_dim_v == problem.head_dim
+    lacking = problem.softcap or problem.varlen
+    return not lacking and problem.head_dim_v == problem.head_dim
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,44 +78,32 @@ class Truth:
 
 
 def truth_of(
-    torch: Any, problem: Problem, inputs: Sequence[Any], scale: float, sequences: Any, heads: int
+    torch: Any,
+    problem: Problem,
+    inputs: tuple[Any, Any, Any, Any],
+    scale: float,
+    sequences: Any,
+    heads: int,
 ) -> Truth:
     """The truth about ``inputs`` (dout, q, k, v).
 
     Where PyTorch's flash attention runs, float64 for ``heads`` groups of heads and PyTorch's own gradients for all.
-    Elsewhere float64 for all, and the budget from float32 arithmetic that rounds where flash attention does.
+    Elsewhere float64 for all; the budget is that of ``budgets_of`` either way.
     """
-    from dash_kernels.testing import GRADIENTS, budgets_of, error_budget, torch_flash_gradients
+    from dash_kernels.testing import budgets_of, torch_flash_gradients
 
     total = problem.batch * problem.heads_kv
     plain = peer_runs(problem)
     how: dict[str, Any] = {"causal": problem.causal, "scale": scale, **options_of(problem)}
-    pick = (
-        _everything
-        if problem.varlen
-        else picker(torch, problem, spread(total, heads if plain else total))
-    )
-    picked = [pick(x) for x in inputs]
-    if plain:
-        exact, budgets = budgets_of(*picked, **how)
-        return Truth(exact, budgets, torch_flash_gradients(*inputs, **how), pick)
-    exact_values = _gradients(picked, sequences, how)
-    rounded = _gradients(picked, sequences, {**how, "rounded_to": inputs[1].dtype})
-    budgets = {
-        name: error_budget(exact, peer.to(inputs[1].dtype))
-        for name, exact, peer in zip(GRADIENTS, exact_values, rounded, strict=True)
-    }
-    return Truth(dict(zip(GRADIENTS, exact_values, strict=True)), budgets, None, pick)
-
-
-def _gradients(inputs: Sequence[Any], sequences: Any, how: dict[str, Any]) -> tuple[Any, ...]:
-    from dash_kernels.reference import attention_gradients, packed_gradients
-
-    dout, q, k, v = inputs
-    if sequences is None:
-        return tuple(attention_gradients(dout, q, k, v, **how)[:3])
-    starts_q, starts_k = sequences.cu_seqlens_q, sequences.cu_seqlens_k
-    return tuple(packed_gradients(dout, q, k, v, starts_q, starts_k, **how)[:3])
+    if sequences is not None:
+        how["cu_seqlens"] = sequences.cu_seqlens_q, sequences.cu_seqlens_k
+        pick: Callable[[Any], Any] = _everything
+    else:
+        pick = picker(torch, problem, spread(total, heads if plain else total))
+    dout, q, k, v = (pick(x) for x in inputs)
+    exact, budgets = budgets_of(dout, q, k, v, **how)
+    peer = torch_flash_gradients(*inputs, **how) if plain else None
+    return Truth(exact, budgets, peer, pick)
 
 
 def spread(total: int, count: int) -> list[int]:

@@ -377,8 +377,6 @@ def _wrong_schedule(config: Config, problem: Problem) -> str:
                 f"packed sequences run {config.schedule} launched {kind.default_launch.order}, so that any number "
                 f"of free SMs will do; launch_order is {config.launch_order}"
             )
-        if config.policy == "two_pass":
-            return "packed sequences run policy ordered or unordered; policy is two_pass"
     return ""
 
 

@@ -177,8 +177,6 @@ class TestSupports:
              "packed sequences need a kind with a closed form, ascending or shortest_first"),
             ({"launch_order": "ascending"}, {"varlen": True},
              "packed sequences run shortest_first launched descending"),
-            ({"backend": "portable", "policy": "two_pass", "signal": "plain"}, {"varlen": True},
-             "policy is two_pass"),
             ({"schedule": "grouped_shift", "group": 2}, {"window_left": 9},
              "schedule grouped_shift is for mask full, causal; the mask is window: choose ascending"),
             ({"group": 2}, {}, "group is for grouped_shift"),

@@ -228,6 +228,10 @@ def verify(
     head_dim: Annotated[Values, typer.Option()] = None,
     seq_len: Annotated[Values, typer.Option(help="Default: 1024, 4096.")] = None,
     dtype: Annotated[Values, typer.Option()] = None,
+    window: Annotated[Values, typer.Option(help="left:right, -1 for all; or none.")] = None,
+    softcap: Annotated[Values, typer.Option(help="off (default), on.")] = None,
+    varlen: Annotated[Values, typer.Option(help="off (default), on.")] = None,
+    head_group: Annotated[Values, typer.Option(help="Query heads per KV head.")] = None,
     runs: Annotated[int, typer.Option(help="Runs whose bits are compared.", min=2)] = 100,
     as_json: AsJson = False,
 ) -> None:
@@ -237,9 +241,13 @@ def verify(
 
     filters = SpaceFilter(
         masks=_words(mask),
-        head_dims=_numbers("head-dim", head_dim),
+        head_dims=_head_dims(head_dim),
         seq_lens=_numbers("seq-len", seq_len) or (1024, 4096),
         dtypes=_words(dtype),
+        windows=_windows(window),
+        softcaps=_switches("softcap", softcap),
+        varlens=_switches("varlen", varlen),
+        head_groups=_numbers("head-group", head_group),
     )
     raise typer.Exit(stored.verify(filters, runs, as_json))
 

@@ -134,7 +134,7 @@ class Share:
         """What the others have done since the last call; asks the database now and then only."""
         news = News()
         since = time.monotonic() - self._refreshed
-        if not self._elsewhere or since < REFRESH_S / (4 if idle else 1):
+        if not self._elsewhere or since < REFRESH_S / (2 if idle else 1):
             return news
         self._refreshed = time.monotonic()
         standing = self.patiently(lambda: self.claims.standing(self._elsewhere))

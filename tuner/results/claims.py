@@ -17,13 +17,13 @@ import socket
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import datetime, timedelta
+from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from sqlalchemy import Connection, Update, and_, case, func, or_, select, update
+from sqlalchemy import Connection, DateTime, Update, and_, case, func, or_, select, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from tuner.results.models import ClaimTable
@@ -108,7 +108,7 @@ class Claims:
         ]
         insert = sqlite.insert if self.store.is_sqlite else postgresql.insert
         once = insert(ClaimTable).on_conflict_do_nothing(index_elements=["scope", "config_hash"])
-        self._bury()
+        self._bury(self._owners())
         with self.store.transaction() as connection:
             if values:
                 connection.execute(once, values)
@@ -133,7 +133,6 @@ class Claims:
             {name: place for place, name in enumerate(hashes)}, value=ClaimTable.config_hash
         )
         with self.store.transaction() as connection:
-            now = _now(connection)
             query = (
                 select(ClaimTable.id, ClaimTable.config_hash, ClaimTable.token)
                 .where(ClaimTable.scope == self.scope, ClaimTable.config_hash.in_(hashes))
@@ -142,7 +141,10 @@ class Claims:
                         ClaimTable.state == OPEN,
                         and_(
                             ClaimTable.state == TAKEN,
-                            or_(ClaimTable.expires < now, ClaimTable.owner == str(self.owner)),
+                            or_(
+                                ClaimTable.expires < _after(connection),
+                                ClaimTable.owner == str(self.owner),
+                            ),
                         ),
                     )
                 )
@@ -159,7 +161,7 @@ class Claims:
                         state=TAKEN,
                         token=ClaimTable.token + 1,
                         owner=str(self.owner),
-                        expires=now + timedelta(seconds=self.lease_s),
+                        expires=_after(connection, self.lease_s),
                     )
                 )
         place = {name: number for number, name in enumerate(hashes)}
@@ -170,21 +172,25 @@ class Claims:
 
     def standing(self, hashes: Collection[str]) -> Standing:
         """How these configs stand with the others. Claims of processes that died on this machine return here at once."""
-        self._bury()
         done: set[str] = set()
-        taken: set[str] = set()
+        taken: dict[str, str] = {}
         with self.store.reading() as connection:
-            now = _now(connection)
+            live = ClaimTable.expires >= _after(connection)
             for chunk in _chunks(hashes):
-                query = select(
-                    ClaimTable.config_hash, ClaimTable.state, ClaimTable.owner, ClaimTable.expires
-                ).where(ClaimTable.scope == self.scope, ClaimTable.config_hash.in_(chunk))
+                query = (
+                    select(ClaimTable.config_hash, ClaimTable.state, ClaimTable.owner)
+                    .where(ClaimTable.scope == self.scope, ClaimTable.config_hash.in_(chunk))
+                    .where(or_(ClaimTable.state == DONE, and_(ClaimTable.state == TAKEN, live)))
+                )
                 for row in connection.execute(query):
                     if row.state == DONE:
                         done.add(row.config_hash)
-                    elif row.state == TAKEN and row.expires >= now and row.owner != str(self.owner):
-                        taken.add(row.config_hash)
-        return Standing(frozenset(done), frozenset(taken))
+                    elif row.owner != str(self.owner):
+                        taken[row.config_hash] = row.owner
+        gone = self._bury(set(taken.values()))
+        return Standing(
+            frozenset(done), frozenset(name for name in taken if taken[name] not in gone)
+        )
 
     def beat(self) -> None:
         """Say that this process is alive, if it has not done so for a while. A database that is away now is asked later."""
@@ -193,8 +199,7 @@ class Claims:
             return
         self._beaten = now
         with suppress(StoreUnavailable), self.store.transaction() as connection:
-            until = _now(connection) + timedelta(seconds=self.lease_s)
-            connection.execute(self._mine().values(expires=until))
+            connection.execute(self._mine().values(expires=_after(connection, self.lease_s)))
 
     def release(self) -> None:
         """Give back what is held and not written, for another process or a later command."""
@@ -212,21 +217,23 @@ class Claims:
             ClaimTable.owner == str(self.owner), ClaimTable.state == TAKEN
         )
 
-    def _bury(self) -> None:
-        """Return the claims of processes that are known to have died."""
+    def _owners(self) -> set[str]:
         query = select(ClaimTable.owner).distinct()
         query = query.where(ClaimTable.scope == self.scope, ClaimTable.state == TAKEN)
         with self.store.reading() as connection:
-            owners = [owner for owner in connection.scalars(query) if owner is not None]
-        gone = [owner for owner in owners if Owner.parse(owner).is_gone()]
-        if not gone:
-            return
-        with self.store.transaction() as connection:
-            connection.execute(
-                update(ClaimTable)
-                .where(ClaimTable.owner.in_(gone), ClaimTable.state == TAKEN)
-                .values(state=OPEN, owner=None, expires=None)
-            )
+            return {owner for owner in connection.scalars(query) if owner is not None}
+
+    def _bury(self, owners: Collection[str]) -> set[str]:
+        """Return the claims of those owners that are known to have died, and name them."""
+        gone = {owner for owner in owners if Owner.parse(owner).is_gone()}
+        if gone:
+            with self.store.transaction() as connection:
+                connection.execute(
+                    update(ClaimTable)
+                    .where(ClaimTable.owner.in_(gone), ClaimTable.state == TAKEN)
+                    .values(state=OPEN, owner=None, expires=None)
+                )
+        return gone
 
 
 def settle(connection: Connection, claim: Claim) -> None:
@@ -243,12 +250,12 @@ def settle(connection: Connection, claim: Claim) -> None:
     connection.execute(update(ClaimTable).where(*here).values(state=DONE, expires=None))
 
 
-def _now(connection: Connection) -> datetime:
-    """The time that claims go by: the server's, so that hosts need not agree on one."""
+def _after(connection: Connection, seconds: float = 0.0) -> Any:
+    """The time so many seconds from now, by the clock that claims go by: the server's, so that hosts need not agree."""
+    pause = timedelta(seconds=seconds)
     if connection.dialect.name == "sqlite":
-        return utc_now()
-    now: datetime = connection.execute(select(func.clock_timestamp())).scalar_one()
-    return now
+        return utc_now() + pause
+    return func.clock_timestamp(type_=DateTime(timezone=True)) + pause
 
 
 def _chunks(hashes: Collection[str]) -> Iterator[list[str]]:

@@ -186,6 +186,8 @@ class Store:
         """Statuses of these configs by hash, each from its newest row in the sweep (environment and policy) of ``run``."""
         names = sorted(hashes)
         found: dict[str, str] = {}
+        if not names:
+            return found
         with self.reading() as connection:
             for start in range(0, len(names), IDS_A_QUERY):
                 query = (

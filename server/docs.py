@@ -64,6 +64,9 @@ def _parameter(parameter: dict[str, Any], schema: dict[str, Any]) -> dict[str, A
     inner = next((o for o in options if o.get("type") not in (None, "null")), kind)
     low, high = inner.get("minimum"), inner.get("maximum")
     bounds = f"{low} to {high:,}" if low is not None and high is not None and high < 10**6 else ""
+    default, words = kind.get("default"), inner.get("enum") or []
+    if inner.get("type") == "boolean":
+        words, default = ["true", "false"], None if default is None else str(default).lower()
     examples = kind.get("examples") or inner.get("examples") or []
     return {
         "name": parameter["name"],
@@ -71,8 +74,8 @@ def _parameter(parameter: dict[str, Any], schema: dict[str, Any]) -> dict[str, A
         "required": parameter.get("required", False),
         "description": parameter.get("description", kind.get("description", "")),
         "type": inner.get("format", inner.get("type", "")),
-        "enum": inner.get("enum") or [],
-        "default": kind.get("default"),
+        "enum": words,
+        "default": default,
         "bounds": bounds,
         "example": examples[0] if examples else "",
     }

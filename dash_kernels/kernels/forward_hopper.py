@@ -28,15 +28,11 @@ LARGEST_HEAD_DIM = 128
 
 @dataclass(frozen=True)
 class ForwardTile:
-    """How a forward is cut: ``consumers`` bands of 64 query rows a CTA, KV tiles of ``block_n`` keys in ``stages``.
-
-    ``q_stages`` 2: the next Q tile is loaded, and its first scores computed, before this one's output is written.
-    """
+    """How a forward is cut: ``consumers`` bands of 64 query rows a CTA, KV tiles of ``block_n`` keys in ``stages``."""
 
     consumers: int
     block_n: int
     stages: int
-    q_stages: int = 1
 
     @property
     def block_m(self) -> int:
@@ -199,7 +195,7 @@ def _constexprs(
 ) -> dict[str, Any]:
     return {
         "MASK": MASKS[mask].value, "SOFTCAP": softcap, "PACKED": packed, "CONSUMERS": tile.consumers, "N": tile.block_n,
-        "D": cols, "STAGES": tile.stages, "Q_STAGES": tile.q_stages,
+        "D": cols, "STAGES": tile.stages,
     }  # fmt: skip
 
 

@@ -152,33 +152,13 @@ def one_step(
 
 
 @gluon.jit
-def first_scores(
-    q_s, k_s, bars, tile, step,
-    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr,
-):  # fmt: skip
-    """Issue S of a walk's first KV tile."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    slot = tile % Q_STAGES * CONSUMERS + CONSUMER
-    q = q_s.index(slot).reshape([BAND, D])
-    stage = step % STAGES
-    k = k_s.index(stage).reshape([N, D])
-    zeros = gl.zeros((BAND, N), gl.float32, S_LAYOUT)
-    mbarrier.wait(bars.index(Q_FULL + slot), (tile // Q_STAGES) & 1)
-    mbarrier.wait(bars.index(K_FULL + stage), (step // STAGES) & 1)
-    return warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def consumer(
     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
     CONSUMER: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """One band of each of the CTA's Q tiles.
-
-    With two stages for Q, S of the next tile's first KV tile is issued before this tile's output is written.
-    """
+    """One band of each of the CTA's Q tiles."""
+    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     DTYPE: gl.constexpr = v_s.dtype
@@ -186,21 +166,18 @@ def consumer(
     factor = cap_log2 if SOFTCAP else scale_log2
     step = 0
     tile = 0
-    if Q_STAGES == 2:
-        s = first_scores(q_s, k_s, bars, 0, 0, CONSUMER, CONSUMERS, N, D, STAGES, Q_STAGES)
-        s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(bars.index(K_EMPTY))
+    q = q_s.index(CONSUMER).reshape([BAND, D])
     mbarrier.wait(bars.index(TILE_FULL), 0)
     count = read_word(words, tile, COUNT)
     while count >= 0:
-        slot = tile % Q_STAGES * CONSUMERS + CONSUMER
-        q = q_s.index(slot).reshape([BAND, D])
-        if Q_STAGES == 1:
-            s = first_scores(
-                q_s, k_s, bars, tile, step, CONSUMER, CONSUMERS, N, D, STAGES, Q_STAGES
-            )
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(bars.index(K_EMPTY + step % STAGES))
+        stage = step % STAGES
+        zeros = gl.zeros((BAND, N), gl.float32, S_LAYOUT)
+        mbarrier.wait(bars.index(Q_FULL + CONSUMER), tile & 1)
+        mbarrier.wait(bars.index(K_FULL + stage), (step // STAGES) & 1)
+        k = k_s.index(stage).reshape([N, D])
+        s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = warpgroup_mma_wait(0, deps=[s])
+        mbarrier.arrive(bars.index(K_EMPTY + stage))
         if SOFTCAP:
             s = capped(s, scale_log2)
         reach = 0
@@ -240,17 +217,11 @@ def consumer(
                     CONSUMER, MASK, SOFTCAP, N, D, STAGES,
                 )  # fmt: skip
         step = last + 1
-        mbarrier.arrive(bars.index(Q_EMPTY + slot))
+        mbarrier.arrive(bars.index(Q_EMPTY + CONSUMER))
         stage = last % STAGES
         p16 = unpack(p2, DTYPE, gl.DotOperandLayout(0, O_LAYOUT, 2))
         o = warpgroup_mma(p16, v_s.index(stage).reshape([N, D]), o, is_async=True)
-        if Q_STAGES == 2:
-            s = first_scores(
-                q_s, k_s, bars, tile + 1, step, CONSUMER, CONSUMERS, N, D, STAGES, Q_STAGES
-            )
-            o, p16 = warpgroup_mma_wait(1, deps=[o, p16])
-        else:
-            o, p16 = warpgroup_mma_wait(0, deps=[o, p16])
+        o, p16 = warpgroup_mma_wait(0, deps=[o, p16])
         mbarrier.arrive(bars.index(V_EMPTY + stage))
         shift = gl.convert_layout(shift, O_ROWS, assert_trivial=True)
         total = gl.convert_layout(gl.sum(total, axis=1), O_ROWS, assert_trivial=True)
@@ -274,9 +245,6 @@ def consumer(
         fence_async_shared()
         thread_barrier()
         store_rows(out_desc, b, h, first_row, rows, out_s.index(CONSUMER), PACKED)
-        if Q_STAGES == 2:
-            s = warpgroup_mma_wait(0, deps=[s])
-            mbarrier.arrive(bars.index(K_EMPTY + step % STAGES))
         tile += 1
         mbarrier.wait(bars.index(TILE_FULL + (tile & 1)), (tile >> 1) & 1)
         count = read_word(words, tile, COUNT)

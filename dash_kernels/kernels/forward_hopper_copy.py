@@ -91,7 +91,7 @@ def sequence_of(slot, cu_seqlens_q, sequences, M: gl.constexpr):
 def send_tile(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, tile, step, b, h, h_kv, row, rows, keys, q_end, k_end, lse_row, left, right,
     MASK: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     """A Q tile's record, its rows of Q, and its KV tiles; the number of the stream's next KV tile.
 
@@ -133,10 +133,9 @@ def send_tile(
     mbarrier.expect(bars.index(K_FULL + stage), N * D * 2)
     load_rows(k_desc, b, h_kv, key, keys, k_end, bars.index(K_FULL + stage), k_s.index(stage), PACKED)  # fmt: skip
     for w in gl.static_range(CONSUMERS):
-        slot = tile % Q_STAGES * CONSUMERS + w
-        mbarrier.wait(bars.index(Q_EMPTY + slot), ((tile // Q_STAGES) & 1) ^ 1)
-        mbarrier.expect(bars.index(Q_FULL + slot), BAND * D * 2)
-        load_rows(q_desc, b, h, row + w * BAND, rows, q_end, bars.index(Q_FULL + slot), q_s.index(slot), PACKED)  # fmt: skip
+        mbarrier.wait(bars.index(Q_EMPTY + w), (tile & 1) ^ 1)
+        mbarrier.expect(bars.index(Q_FULL + w), BAND * D * 2)
+        load_rows(q_desc, b, h, row + w * BAND, rows, q_end, bars.index(Q_FULL + w), q_s.index(w), PACKED)  # fmt: skip
     for place in range(end - begin):
         if place < end - begin - 1:
             stage = (step + 1) % STAGES
@@ -157,7 +156,7 @@ def producer(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, counter, cu_seqlens_q, cu_seqlens_k, sequences,
     num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv,
     MASK: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    STAGES: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = CONSUMERS * BAND
     step = 0
@@ -183,13 +182,13 @@ def producer(
                 step = send_tile(
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, tile, step, 0, h, h // group, row,
                     q_end - begin, k_end - k_begin, q_end, k_end, h * seq_len + begin + row, left, right,
-                    MASK, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES,
+                    MASK, PACKED, CONSUMERS, N, D, STAGES,
                 )  # fmt: skip
                 tile += 1
         else:
             step = send_tile(
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, tile, step, head // heads, h, h // group, slot * M,
-                seq_len, seq_len_kv, 0, 0, head * seq_len + slot * M, left, right, MASK, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES,
+                seq_len, seq_len_kv, 0, 0, head * seq_len + slot * M, left, right, MASK, PACKED, CONSUMERS, N, D, STAGES,
             )  # fmt: skip
             tile += 1
         drawn = end_draw(drawing)
@@ -200,12 +199,3 @@ def producer(
     mbarrier.wait(bars.index(TILE_EMPTY + (tile & 1)), ((tile >> 1) & 1) ^ 1)
     write_word(words, tile, COUNT, -1)
     mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
-    if Q_STAGES == 2:
-        # A consumer starts on a tile before it knows that there is one; what it multiplies here is never looked at.
-        stage = step % STAGES
-        mbarrier.wait(bars.index(K_EMPTY + stage), ((step // STAGES) & 1) ^ 1)
-        mbarrier.arrive(bars.index(K_FULL + stage))
-        for w in gl.static_range(CONSUMERS):
-            slot = tile % Q_STAGES * CONSUMERS + w
-            mbarrier.wait(bars.index(Q_EMPTY + slot), ((tile // Q_STAGES) & 1) ^ 1)
-            mbarrier.arrive(bars.index(Q_FULL + slot))

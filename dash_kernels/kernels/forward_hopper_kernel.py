@@ -42,7 +42,7 @@ def forward_main(
     q_desc, k_desc, v_desc, out_desc, lse, counter, cu_seqlens_q, cu_seqlens_k, sequences,
     num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv, scale_log2, cap_log2,
     MASK: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr, Q_STAGES: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``left`` and ``right`` are the keys on each side of a query's position.
 
@@ -52,7 +52,7 @@ def forward_main(
     DTYPE: gl.constexpr = q_desc.dtype
     Q_TILE: gl.constexpr = q_desc.block_type.shape
     KV_TILE: gl.constexpr = k_desc.block_type.shape
-    q_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS * Q_STAGES, Q_TILE), q_desc.layout)
+    q_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS, Q_TILE), q_desc.layout)
     k_s = gl.allocate_shared_memory(DTYPE, several(STAGES, KV_TILE), k_desc.layout)
     v_s = gl.allocate_shared_memory(DTYPE, several(STAGES, KV_TILE), v_desc.layout)
     out_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS, Q_TILE), out_desc.layout)
@@ -63,7 +63,7 @@ def forward_main(
     for i in gl.static_range(2):
         mbarrier.init(bars.index(TILE_FULL + i), count=1)
         mbarrier.init(bars.index(TILE_EMPTY + i), count=CONSUMERS)
-    for i in gl.static_range(CONSUMERS * Q_STAGES):
+    for i in gl.static_range(CONSUMERS):
         mbarrier.init(bars.index(Q_FULL + i), count=1)
         mbarrier.init(bars.index(Q_EMPTY + i), count=1)
     for i in gl.static_range(STAGES):
@@ -79,14 +79,14 @@ def forward_main(
             [
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
-                    0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES)),
+                    0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
-                    1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES)),
+                    1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (producer, (
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, counter, cu_seqlens_q, cu_seqlens_k, sequences,
                     num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv,
-                    MASK, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES)),
+                    MASK, PACKED, CONSUMERS, N, D, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -96,17 +96,17 @@ def forward_main(
             [
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
-                    0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES)),
+                    0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
-                    1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES)),
+                    1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
-                    2, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES)),
+                    2, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (producer, (
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, counter, cu_seqlens_q, cu_seqlens_k, sequences,
                     num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv,
-                    MASK, PACKED, CONSUMERS, N, D, STAGES, Q_STAGES)),
+                    MASK, PACKED, CONSUMERS, N, D, STAGES)),
             ],
             [4, 4, 1],
             [160, 160, 32],

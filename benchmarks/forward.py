@@ -1,0 +1,211 @@
+"""Forwards side by side, forward and backward end to end, host time and peak memory of a call, and what groups cost.
+
+    python benchmarks/forward.py --output benchmarks/results/forward-h200-DATE.json
+
+Ours, PyTorch's flash and cuDNN attention, and flash-attn-4 where it is installed, over the 24 shapes of the peers file (16384
+tokens, hidden 2048, bf16). Every kernel of a shape is sampled in turn, L2 flushed before each sample.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import time
+from collections.abc import Callable
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from dash_kernels import attention
+from dash_kernels.device import environment
+from dash_kernels.kernels.forward import forward
+
+TOKENS, HIDDEN = 16384, 2048
+SEQ_LENS = (512, 1024, 2048, 4096, 8192, 16384)
+HOST_CALLS = 100
+Call = Callable[[], Any]
+
+
+def flash_attn_4() -> Any:
+    try:
+        from flash_attn.cute import flash_attn_func
+    except ImportError:
+        return None
+    return flash_attn_func
+
+
+def inputs(batch: int, seq_len: int, heads: int, head_dim: int, heads_kv: int = 0) -> list[Any]:
+    shapes = [(batch, seq_len, n, head_dim) for n in (heads, heads_kv or heads, heads_kv or heads)]
+    return [torch.randn(x, device="cuda", dtype=torch.bfloat16) for x in shapes]
+
+
+def forwards(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Call]:
+    qt, kt, vt = (x.transpose(1, 2) for x in (q, k, v))
+    scale = q.shape[-1] ** -0.5
+
+    def sdpa(backend: SDPBackend) -> Call:
+        def run() -> Any:
+            with sdpa_kernel(backend), torch.no_grad():
+                return scaled_dot_product_attention(qt, kt, vt, is_causal=causal)
+
+        return run
+
+    calls: dict[str, Call] = {
+        "dash": lambda: forward(q, k, v, causal=causal, scale=scale),
+        "flash": sdpa(SDPBackend.FLASH_ATTENTION),
+        "cudnn": sdpa(SDPBackend.CUDNN_ATTENTION),
+    }
+    if peer := flash_attn_4():
+        calls["fa4"] = lambda: peer(q, k, v, causal=causal)
+    return calls
+
+
+def training_steps(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Call]:
+    """Forward and backward through autograd."""
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    dout = torch.randn_like(q)
+
+    def step(attend: Callable[..., Any]) -> Call:
+        def run() -> Any:
+            out = attend(*leaves)
+            out = out[0] if isinstance(out, tuple) else out
+            return torch.autograd.grad(out, leaves, dout)
+
+        return run
+
+    calls = {"dash": step(lambda q, k, v: attention(q, k, v, causal=causal))}
+    if peer := flash_attn_4():
+        calls["fa4_det"] = step(lambda q, k, v: peer(q, k, v, causal=causal, deterministic=True))
+        calls["fa4_nondet"] = step(lambda q, k, v: peer(q, k, v, causal=causal))
+    return calls
+
+
+def tflops(calls: dict[str, Call], flops: float, rounds: int, scratch: Any) -> dict[str, float]:
+    """Median of ``rounds`` interleaved samples each."""
+    for call in calls.values():
+        call(), call()
+    samples: dict[str, list[Any]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            torch.cuda._sleep(600_000)
+            scratch.zero_()
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            samples[name].append((begin, end))
+    torch.cuda.synchronize()
+    milliseconds = {
+        name: statistics.median(a.elapsed_time(b) for a, b in pairs)
+        for name, pairs in samples.items()
+    }
+    return {name: round(flops / ms * 1e-9, 1) for name, ms in milliseconds.items()}
+
+
+def host_microseconds(call: Call) -> float:
+    """Time until the launches are queued, on a shape whose kernels take less."""
+    for _ in range(5):
+        call()
+    spans = []
+    for _ in range(HOST_CALLS):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        call()
+        spans.append(time.perf_counter() - begin)
+    return round(statistics.median(spans) * 1e6, 1)
+
+
+def peak_mebibytes(call: Call) -> float:
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    call()
+    torch.cuda.synchronize()
+    return round((torch.cuda.max_memory_allocated() - before) / 2**20, 1)
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, float]:
+    """Geometric means of ours over each other column."""
+    ratios: dict[str, list[float]] = {}
+    for row in rows:
+        for kind in ("forward", "training_step"):
+            for name, value in row[kind].items():
+                if name != "dash":
+                    ratios.setdefault(f"{kind}: dash / {name}", []).append(
+                        row[kind]["dash"] / value
+                    )
+    return {
+        name: round(math.exp(statistics.fmean(map(math.log, x))), 3) for name, x in ratios.items()
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--seq-len", type=lambda x: [int(n) for n in x.split(",")], default=SEQ_LENS
+    )
+    options = parser.parse_args()
+    scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+    found: dict[str, Any] = {
+        "what": __doc__.splitlines()[0],
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "environment": environment(),
+        "rows": [],
+    }
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            for seq_len in options.seq_len:
+                batch, heads = TOKENS // seq_len, HIDDEN // head_dim
+                q, k, v = inputs(batch, seq_len, heads, head_dim)
+                flops = 4 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
+                row = {
+                    "head_dim": head_dim,
+                    "mask": "causal" if causal else "full",
+                    "seq_len": seq_len,
+                }
+                row["forward"] = tflops(forwards(q, k, v, causal), flops, options.rounds, scratch)
+                steps = training_steps(q, k, v, causal)
+                row["training_step"] = tflops(steps, 3.5 * flops, options.rounds, scratch)
+                if seq_len == max(options.seq_len):
+                    row["peak_mib"] = {name: peak_mebibytes(call) for name, call in steps.items()}
+                found["rows"].append(row)
+                print(json.dumps(row), flush=True)
+    q, k, v = inputs(1, 512, 8, 128)
+    found["host_us"] = {
+        "forward": {n: host_microseconds(c) for n, c in forwards(q, k, v, True).items()},
+        "training_step": {
+            n: host_microseconds(c) for n, c in training_steps(q, k, v, True).items()
+        },
+    }
+    found["groups"] = []
+    for heads_kv in (32, 8, 1):
+        q, k, v = inputs(4, 4096, 32, 128, heads_kv)
+        flops = 3.5 * 4 * 4 * 32 * 4096**2 * 128 / 2
+        steps = training_steps(q, k, v, True)
+        row = {
+            "heads": 32,
+            "heads_kv": heads_kv,
+            "head_dim": 128,
+            "mask": "causal",
+            "seq_len": 4096,
+            "batch": 4,
+        }
+        found["groups"].append(
+            {**row, "training_step": tflops(steps, flops, options.rounds, scratch)}
+        )
+    found["summary"] = summary(found["rows"])
+    print(json.dumps({name: found[name] for name in ("host_us", "groups", "summary")}))
+    options.output.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

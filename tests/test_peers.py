@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 
 from dash_kernels.problem import Config, Problem
-from tuner.peers import our_configs, summary, write
+from tuner.peers import our_configs, summary, takes_peers, write
 from tuner.results import ResultRow, RunInfo, Store
 
 PROBLEM = Problem("causal", 128, 4096, batch=4, heads=16)
@@ -33,8 +34,14 @@ def test_stored_winners_of_exactly_this_cell_stand_for_us(tmp_path: Path) -> Non
         "best": (Config(schedule="shift", launch_order="ascending"), 530.0, 32),
         "unordered": (Config(policy="unordered", heads_interleaved=8), 560.0, 1),
     }
+    windowed = replace(PROBLEM, window_left=1023)
+    grouped = replace(PROBLEM, heads_kv=2)
     with Store.open(tmp_path / "rows.sqlite") as store:
         run = store.start_run(RunInfo("h200", {"gpu": "h200"}))
+        for problem in (windowed, grouped):
+            fast = Config(schedule="ascending", launch_order="ascending", heads_interleaved=2)
+            values = {"tflops": 900.0, "ms": 1.0, "min_resident": 1}
+            store.add(run, ResultRow.of(problem, fast, gpu="h200", **values))
         for config, tflops, residents in configs.values():
             row = ResultRow.of(
                 PROBLEM, config, gpu="h200", tflops=tflops, ms=1.0, min_resident=residents
@@ -46,6 +53,13 @@ def test_stored_winners_of_exactly_this_cell_stand_for_us(tmp_path: Path) -> Non
     assert ours["dash_best"] == configs["best"][0]
     assert ours["dash_unordered"] == configs["unordered"][0]
     assert other["dash_served"].schedule == "shortest_first"
+
+
+def test_peers_stand_beside_what_they_compute_only() -> None:
+    assert takes_peers(PROBLEM)
+    assert takes_peers(Problem("causal", 192, 1024, head_dim_v=128))
+    for options in ({"window_left": 7}, {"softcap": True}, {"varlen": True}, {"heads_kv": 2}):
+        assert not takes_peers(replace(PROBLEM, **options))
 
 
 def row(mask: str, **tflops: float) -> dict[str, Any]:

@@ -257,6 +257,10 @@ def peers(
     mask: Annotated[Values, typer.Option()] = None,
     head_dim: Annotated[Values, typer.Option()] = None,
     seq_len: Annotated[Values, typer.Option()] = None,
+    window: Annotated[Values, typer.Option(help="left:right, -1 for all; or none.")] = None,
+    softcap: Annotated[Values, typer.Option(help="off (default), on.")] = None,
+    varlen: Annotated[Values, typer.Option(help="off (default), on.")] = None,
+    head_group: Annotated[Values, typer.Option(help="Query heads per KV head.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="Default: benchmarks/results/peers-GPU-DATE.json.")
     ] = None,
@@ -270,8 +274,12 @@ def peers(
 
     filters = SpaceFilter(
         masks=_words(mask),
-        head_dims=_numbers("head-dim", head_dim),
+        head_dims=_head_dims(head_dim),
         seq_lens=_numbers("seq-len", seq_len),
+        windows=_windows(window),
+        softcaps=_switches("softcap", softcap),
+        varlens=_switches("varlen", varlen),
+        head_groups=_numbers("head-group", head_group),
     )
     raise typer.Exit(run_peers(filters, db, output, rounds, as_json))
 

@@ -13,7 +13,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
-from dash_kernels.problem import Config, Problem
+from dash_kernels.problem import OPTION_FIELDS, Config, Problem
 from tuner.command import UsageError
 from tuner.compile import prove
 from tuner.engines.local import Pool
@@ -45,7 +45,8 @@ def run_peers(
     except NoGpuError as error:
         raise UsageError(f"peers runs on a GPU: {error}") from None
     shapes = problems(filters)
-    warm_up([name for name in available() if name.startswith("fa4")], shapes)
+    others = [problem for problem in shapes if takes_peers(problem)]
+    warm_up([name for name in available() if name.startswith("fa4")], others)
     bench = Bench(gpu, rounds)
     today = datetime.now(timezone.utc).date().isoformat()
     path = output or Path("benchmarks") / "results" / f"peers-{gpu.name}-{today}.json"
@@ -86,6 +87,8 @@ def our_configs(problem: Problem, gpu: Any, store: Store) -> dict[str, Config]:
         dtype=problem.dtype,
         batch=problem.batch,
         heads=problem.heads,
+        heads_kv=problem.heads_kv,
+        **{name: getattr(problem, name) for name in OPTION_FIELDS},
     )
     for cell in store.winners(gpu.name, shape):
         if cell.served is not None:
@@ -94,6 +97,11 @@ def our_configs(problem: Problem, gpu: Any, store: Store) -> dict[str, Config]:
         if "unordered" in cell.baselines:
             found["dash_unordered"] = cell.baselines["unordered"].row.to_config()
     return found
+
+
+def takes_peers(problem: Problem) -> bool:
+    """Whether the calls of ``peer_kernels`` compute this problem: they know no window, softcap, packing or head group."""
+    return not (set(problem.options()) - {"head_dim_v"}) and problem.head_group == 1
 
 
 def warm_up(names: Sequence[str], shapes: Sequence[Problem]) -> None:
@@ -173,7 +181,7 @@ class Bench:
         runs: dict[str, Any] = {}
         for name, config in ours.items():
             self._try(peers, runs, name, lambda config=config: self._ours(cell, config))
-        for name, make in available().items():
+        for name, make in (available() if takes_peers(problem) else {}).items():
             self._try(peers, runs, name, lambda make=make: self._theirs(cell, make(cell)))
         try:
             timing = self.sampler.run(list(runs.values()))
@@ -188,13 +196,15 @@ class Bench:
                 "ms": round(middle, 4),
                 "ms_low": round(low, 4),
                 "ms_high": round(high, 4),
-                "tflops": round(problem.tflops(middle), 1),
+                "tflops": round(cell.tflops(middle), 1),
             }
         shape = {
             name: getattr(problem, name)
             for name in ("head_dim", "mask", "seq_len", "batch", "heads", "dtype")
         }
-        return {**shape, "peers": peers, "telemetry": timing.telemetry}
+        shape |= {"heads_kv": problem.heads_kv} if problem.head_group > 1 else {}
+        options = problem.options()
+        return {**shape, **options, "peers": peers, "telemetry": timing.telemetry}
 
     def _try(self, peers: dict[str, Any], runs: dict[str, Any], name: str, make: Any) -> None:
         try:

@@ -31,8 +31,13 @@ def _process() -> tuple[subprocess.Popen[str], Any]:
         stderr=errors,
         text=True,
     )
-    atexit.register(process.kill)
+    atexit.register(_end, process)
     return process, errors
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def ask(case: dict[str, Any]) -> dict[str, Any]:

@@ -100,7 +100,7 @@ def options(draw: Any) -> dict[str, Any]:
 
 
 @given(options())
-@settings(max_examples=9, deadline=None, derandomize=True, database=None)
+@settings(max_examples=7, deadline=None, derandomize=True, database=None)
 def test_options_combined(chosen: dict[str, Any]) -> None:
     """In budget; and a sample in a batch, or a packed sequence, has the bits that it has alone."""
     answer = ask(chosen)

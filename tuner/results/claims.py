@@ -100,11 +100,11 @@ class Claims:
 
     def offer(self, hashes: Iterable[str], reopen: Collection[str] = ()) -> None:
         """Put configs up for taking; those known keep their state, but for finished ones in ``reopen``."""
+        names = sorted(
+            set(hashes)
+        )  # in one order for all: two that offer at once cannot block each other
         values = [
-            {"scope": self.scope, "config_hash": name, "state": OPEN, "token": 0}
-            for name in sorted(
-                set(hashes)
-            )  # one order for all: two that offer at once cannot block each other
+            {"scope": self.scope, "config_hash": name, "state": OPEN, "token": 0} for name in names
         ]
         insert = sqlite.insert if self.store.is_sqlite else postgresql.insert
         once = insert(ClaimTable).on_conflict_do_nothing(index_elements=["scope", "config_hash"])

@@ -321,9 +321,17 @@ def hopper_shared_bytes(config: Config, head_dim: int) -> int:
 
 
 def portable_shared_bytes(config: Config, head_dim: int, head_dim_v: int = 0) -> int:
-    """Least shared memory of the portable main kernel: K, V and the stages of Q and dO. ``head_dim_v`` 0 is ``head_dim``."""
-    both = _row_length(head_dim) + _row_length(head_dim_v or head_dim)
-    return (config.block_n + config.num_stages * config.block_m) * both * 2
+    """Least shared memory of the portable kernels with matmuls; ``head_dim_v`` 0 is ``head_dim``.
+
+    The main kernel: K, V and the stages of Q and dO. The dQ pass of two_pass: the stages of K, which it reads until a
+    step's end, those of V, one fewer, and dS.
+    """
+    m, n, stages = config.block_m, config.block_n, config.num_stages
+    d, d_v = _row_length(head_dim), _row_length(head_dim_v or head_dim)
+    main = (n + stages * m) * (d + d_v) * 2
+    if config.policy != "two_pass":
+        return main
+    return max(main, n * (d * stages + d_v * (stages - 1)) * 2 + m * n * 2)
 
 
 def _row_length(head_dim: int) -> int:

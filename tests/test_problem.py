@@ -170,6 +170,15 @@ class TestSupports:
             assert answer.required_bytes == required
         assert "above 256" in supports(config, Problem("full", 257, 64), capability).reason
 
+    def test_the_dq_pass_needs_shared_memory_too(self) -> None:
+        """What the compiler gives it on 8.0 (benchmarks/results/portable-triton-3.6.0.json): 167936 bytes."""
+        config = Config("portable", block_m=32, block_n=64, num_stages=3, signal="plain")
+        problem = Problem("causal", 256, 1000)
+        assert supports(config, problem, (8, 0)).required_bytes == 163840
+        two_pass = supports(config.with_(policy="two_pass"), problem, (8, 0))
+        assert (two_pass.ok, two_pass.required_bytes) == (False, 167936)
+        assert supports(config.with_(policy="two_pass"), problem, (9, 0))
+
     @pytest.mark.parametrize(
         ("changes", "problem", "reason"),
         [

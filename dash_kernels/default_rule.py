@@ -10,6 +10,7 @@ DEFAULT_RULE = "default-2"  # name of default_config(); a change of the rule is 
 HOPPER_CLASS = (
     9  # major capability from which an SM has the shared memory for a large tile in three stages
 )
+SMALL_STEP = 64 * 64 * 64  # multiply-adds of one of a step's matmuls
 PORTABLE_TILES = {  # padded head_dim -> (block_m, block_n, num_stages), the first that fits is taken
     64: ((64, 128, 3), (64, 64, 3)),
     128: ((64, 128, 3), (64, 64, 3), (32, 64, 3)),
@@ -25,7 +26,8 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     Hopper's shared memory, 64x64 where tensor memory is too small for that (10.x at 128). On smaller ones a 128-row tile
     up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128; 32x64 where shared memory is
     too small for that, and above head_dim 128. Three stages, because with two no copy of a Q tile runs beside a step;
-    two where only they fit (32x32, head_dim 256 on chips with 99 KiB).
+    two where only they fit (32x32, head_dim 256 on chips with 99 KiB). Eight warps, four for small steps. What the
+    compiler makes of each: benchmarks/results/portable-triton-*.json.
 
     Raises ValueError, with the last candidate's reason, where no backend runs the problem.
     """
@@ -57,6 +59,12 @@ def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Confi
             "block_n": 128 if dim == 64 and short else 64,
             "block_m": 64 if dim == 64 or short else 32,
         }
-        yield portable.with_(num_stages=3, **tile)
+        yield _warps(portable.with_(num_stages=3, **tile), dim)
     for block_m, block_n, num_stages in PORTABLE_TILES[dim]:
-        yield portable.with_(block_m=block_m, block_n=block_n, num_stages=num_stages)
+        tile = {"block_m": block_m, "block_n": block_n, "num_stages": num_stages}
+        yield _warps(portable.with_(**tile), dim)
+
+
+def _warps(config: Config, dim: int) -> Config:
+    """Eight warps, or four for a small step: eight compute part of its matmuls twice, four spill in a large one."""
+    return config.with_(num_warps=4 if config.block_m * config.block_n * dim <= SMALL_STEP else 8)

@@ -9,11 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import subprocess
 import sys
+import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import triton
+import triton.backends.nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
@@ -23,6 +27,7 @@ from dash_kernels.kernels.compile import KernelCompileError, compile_spec
 from dash_kernels.kernels.forward_portable import compile_spec_of, forward_tiles
 from dash_kernels.problem import SHARED_MEMORY_LIMIT, Config, Problem
 
+NVDISASM = str(Path(triton.backends.nvidia.__path__[0], "bin", "nvdisasm"))
 INNERMOST_LOOP = re.compile(r"scf\.for(?:(?!scf\.for).)*?scf\.yield", re.DOTALL)
 OPTIONS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -60,6 +65,36 @@ def loops(ttgir: str) -> list[dict[str, Any]]:
     return found
 
 
+def machine_loops(cubin: bytes) -> list[dict[str, int]]:
+    """The innermost loops with matmuls as the chip runs them: matmul instructions a warp, accesses to spilled registers."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        listing = subprocess.run(
+            [NVDISASM, "-c", file.name], capture_output=True, text=True, check=True
+        )
+    lines = listing.stdout.splitlines()
+    labels = {line.strip()[:-1]: n for n, line in enumerate(lines) if line.startswith(".L_x")}
+    branches = ((re.search(r"BRA.*`\((\.L_x_\d+)\)", line), n) for n, line in enumerate(lines))
+    spans = [
+        (labels[found[1]], n) for found, n in branches if found and labels.get(found[1], n) < n
+    ]
+    bodies = {span: lines[slice(*span)] for span in spans}
+    matmuls = {span: _count(body, r"\b(HMMA|HGMMA|UTC[A-Z]*MMA)") for span, body in bodies.items()}
+    whole = [span for span in spans if matmuls[span]]
+    innermost = [
+        a for a in whole if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in whole)
+    ]
+    return [
+        {"matmuls": matmuls[span], "spilled": _count(bodies[span], r"\b(LDL|STL)\b")}
+        for span in sorted(innermost)
+    ]
+
+
+def _count(lines: list[str], instruction: str) -> int:
+    return sum(re.search(instruction, line) is not None for line in lines)
+
+
 def report(spec: KernelSpec, capability: tuple[int, int]) -> dict[str, Any]:
     """``trap``: Triton compiled no kernel but an instruction that faults, since tensor memory was not enough."""
     resources = compile_spec(spec, capability)
@@ -74,6 +109,7 @@ def report(spec: KernelSpec, capability: tuple[int, int]) -> dict[str, Any]:
         "shared_limit": SHARED_MEMORY_LIMIT[capability],
         "tensor_memory": getattr(compiled.metadata, "tmem_size", None) or 0,
         "trap": "trap;" in compiled.asm["ptx"],
+        "machine_loops": machine_loops(compiled.asm["cubin"]),
         "loops": loops(compiled.asm["ttgir"]),
         "wide_additions": len(re.findall(r"\.add\.v4\.f32|\.v4\.f32\.add", compiled.asm["ptx"])),
     }

@@ -143,7 +143,10 @@ def portable_config(
 
 
 def record_requests() -> list[dict[str, Any]]:
-    """Every option on every capability at 4096 rows; options one by one up to head_dim 128, and all at once."""
+    """Every option on every capability at 4096 rows, and 1024 where that differs.
+
+    Options one by one up to head_dim 128, and all at once.
+    """
     requests: list[dict[str, Any]] = []
     for capability in CAPABILITIES:
         for dims in HEAD_DIMS:
@@ -156,6 +159,9 @@ def record_requests() -> list[dict[str, Any]]:
                 config = portable_config(dims, causal, 4096, capability)
                 if name in ALWAYS or dims[0] <= 128:
                     requests.append({**request, "config": config})
+                short = portable_config(dims, causal, 1024, capability)
+                if name in ALWAYS[1:] and short != config:
+                    requests.append({**request, "config": short})
                 if name not in ALWAYS[1:]:
                     continue
                 forward = {key: value for key, value in options.items() if key not in BACKWARD_ONLY}

@@ -125,6 +125,17 @@ def test_a_schedule_compiles_only_the_loops_it_has(compiled: list[dict[str, Any]
         assert counts == {"9.0, d=64, causal": 2, "8.0, d=128, full": 1, "10.0, d=128, causal": 1}
 
 
+@pytest.mark.parametrize("name", ["8.0, d=128, full", "8.9, d=128, every option"])
+def test_no_matmul_is_computed_twice(name: str, compiled: list[dict[str, Any]]) -> None:
+    """Five matmuls a step; before Hopper an instruction multiplies 16 x 8 by 16 for one warp."""
+    request = REQUESTS[name]
+    tile = [request["config"][side] for side in ("block_m", "block_n", "num_warps")]
+    wanted = 5 * tile[0] * tile[1] * request["head_dim"] // (16 * 8 * 16) // tile[2]
+    for answer in compiled:
+        loops = answer["reports"][name][0]["machine_loops"]
+        assert {loop["matmuls"] for loop in loops} == {wanted}
+
+
 def test_dq_leaves_hopper_in_four_wide_additions(compiled: list[dict[str, Any]]) -> None:
     for answer in compiled:
         kernel = answer["reports"]["9.0, d=64, causal"][0]

@@ -45,6 +45,10 @@ def test_shipped_winners_compile_to_what_the_table_says(
         assert report["warnings"] == [], report
     table = json.loads((ROOT / "dash_kernels" / "tables" / "h200.json").read_text())
     assert table["environment"]["triton"] == reports[0]["triton_version"]
+    measured = table["environment"]["kernel_hash"]
+    assert measured == reports[0]["kernel_hash"], (
+        "dash_kernels/kernels differs from what the shipped table measured: sweep again and export"
+    )
     found = {
         (report["registers"], report["spill_bytes"], report["shared_bytes"]) for report in reports
     }

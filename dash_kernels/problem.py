@@ -187,8 +187,8 @@ class Config:
     ``schedule`` and ``group`` name a kind in the registry (``group`` is grouped_shift's number of CTAs a head).
     ``launch_order`` is the order in which a head's items are handed to CTAs, ``heads_interleaved`` how many heads
     take turns in it (0: all of them); neither can change bits. ``num_stages`` counts Q/dO stages, ``dq_stages``
-    the fp32 dQ stages of the Hopper kernel. ``signal`` says when the turnstile is released: after each reduce
-    (plain) or after the next one was issued (deferred).
+    the fp32 dQ stages of the Hopper kernel. ``signal`` is plain: the turnstile is released after each reduce. Rows of an
+    earlier kernel may say deferred (after the next reduce was issued); :func:`supports` refuses it.
     """
 
     backend: str = "hopper"
@@ -240,9 +240,10 @@ class Config:
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
     def label(self) -> str:
-        """Short name for tables and legends, for instance ``shortest_first 64x128 descending deferred``.
+        """Short name for tables and legends, for instance ``shortest_first 64x128 descending x4 heads``.
 
-        What most configs share goes unsaid: backend hopper, two stages of each kind, heads one after another.
+        What most configs share goes unsaid: backend hopper, two stages of each kind, heads one after another, signal
+        plain.
         """
         kind = f"{self.schedule}({self.group})" if self.group > 1 else self.schedule
         if self.policy != "ordered":
@@ -254,7 +255,8 @@ class Config:
             rest += " portable"
         elif self.dq_stages != 2:
             rest += f" {self.dq_stages} dQ stages"
-        return f"{kind} {self.block_m}x{self.block_n} {self.launch_order}{interleave} {self.signal}{rest}"
+        signal = "" if self.signal == "plain" else f" {self.signal}"
+        return f"{kind} {self.block_m}x{self.block_n} {self.launch_order}{interleave}{signal}{rest}"
 
     def with_(self, **changes: Any) -> Config:
         return replace(self, **changes)
@@ -292,6 +294,7 @@ TENSOR_MEMORY_TILES = {
     128: ((32, 64), (64, 64), (128, 64), (32, 128), (32, 32)),
     256: ((32, 64), (32, 32)),
 }
+DEFERRED = "the deferred signal belonged to an earlier Hopper kernel; use signal plain"
 KERNEL_HEAD_DIMS = {"hopper": (64, 128), "portable": (64, 128, 256)}
 SHARED_MEMORY_LIMIT = {
     (8, 0): 166912,
@@ -413,7 +416,7 @@ def _not_on_hopper(config: Config, problem: Problem, capability: tuple[int, int]
     if max(config.num_stages, config.dq_stages) > 4:
         return "backend hopper has barriers for 4 stages: num_stages and dq_stages go up to 4"
     if config.signal == "deferred":
-        return "the deferred signal belonged to a kernel with one writer warp; use signal plain"
+        return DEFERRED
     if config.policy == "two_pass":
         return "two_pass runs on backend portable: the Hopper kernel has no dQ pass"
     return ""
@@ -435,5 +438,5 @@ def _not_portable(config: Config, problem: Problem, capability: tuple[int, int])
                 f"head_dim {dim}: {tiles}"
             )
     if config.signal == "deferred":
-        return "the deferred signal belonged to an earlier Hopper kernel; use signal plain"
+        return DEFERRED
     return ""

@@ -271,7 +271,7 @@ def _config_row(cell: Cell) -> dict[str, Any]:
         "kind": kind_of(row),
         "schedule": schedule_of(kind_of(row)),
         "tile": f"{row.block_m}x{row.block_n}",
-        "launch": f"{grouping}, {config.signal}",
+        "launch": grouping,
         "tflops": f"{tflops:.1f}" if tflops else UNKNOWN,
         "speedup": times(winner.speedup_vs_baseline),
         "order_cost": percent(order_cost(cell)),

@@ -9,7 +9,7 @@ from typing import Any
 
 from dash_kernels.device import environment_difference, software
 from dash_kernels.numerics import config_key
-from dash_kernels.problem import SIGNALS, Config, Problem, supports
+from dash_kernels.problem import Config, Problem, supports
 from tuner.results import ResultFilter, ResultRow, Store
 from tuner.space import INTERLEAVED, Candidate, SpaceFilter, baseline_config, space
 from tuner.winners import FAILED_CHECKS, Cell, winners
@@ -72,17 +72,16 @@ def _chosen_keys(key: str, problems: Iterable[Problem], gpu: str) -> dict[Proble
 
 
 def _variants(config: Config, problem: Problem) -> Iterable[tuple[int, Config]]:
-    """The config in all that cannot change a bit: heads interleaved, then signal and stages."""
+    """The config in all that cannot change a bit: heads interleaved, then stages."""
     total = problem.batch * problem.heads_kv
-    signals = SIGNALS if config.backend == "hopper" else ("plain",)
     dq_stages = DQ_STAGES if config.backend == "hopper" else (config.dq_stages,)
     yield 0, config
     for heads in (1, *INTERLEAVED, 0):
         if heads < total:
             yield 1, replace(config, heads_interleaved=heads)
-    for heads, signal, stages, dq in product((1, *INTERLEAVED, 0), signals, STAGES, dq_stages):
+    for heads, stages, dq in product((1, *INTERLEAVED, 0), STAGES, dq_stages):
         if heads < total:
-            deep = replace(config, num_stages=stages, dq_stages=dq, signal=signal)
+            deep = replace(config, num_stages=stages, dq_stages=dq)
             yield 2, replace(deep, heads_interleaved=heads)
 
 

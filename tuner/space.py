@@ -17,7 +17,6 @@ from dash_kernels.problem import (
     DTYPES,
     HOPPER_TILES,
     MASKS,
-    SIGNALS,
     Config,
     Problem,
     Support,
@@ -203,7 +202,7 @@ def _selected(config: Config, filters: SpaceFilter) -> bool:
 
 
 def _base(problem: Problem, capability: tuple[int, int], backend: str = "") -> Config:
-    """The default config of this problem on ``backend``; the kinds are tried on its tile and signal first."""
+    """The default config of this problem on ``backend``; the kinds are tried on its tile first."""
     config = default_config(problem, capability)
     if backend == "portable" and config.backend != "portable":
         return default_config(problem, (8, 0))
@@ -268,17 +267,12 @@ def _tiers(
 
 
 def _product(base: Config, problem: Problem, backend: str) -> Iterator[tuple[int, Config]]:
-    """Everything else: kinds x tiles x signals x launches, the tail of a ``--thorough`` sweep."""
-    signals = SIGNALS if backend == "hopper" else ("plain",)
+    """Everything else: kinds x tiles x launches, the tail of a ``--thorough`` sweep."""
     for kind in _kinds(problem):
         groups = GROUPS if kind == "grouped_shift" else (1,)
         tiles = _tiles(problem, backend)
-        for (block_m, block_n), signal, heads, group in product(
-            tiles, signals, (1, 2, 4, 8, 0), groups
-        ):
-            config = _of_kind(
-                base, kind, block_m=block_m, block_n=block_n, signal=signal, group=group
-            )
+        for (block_m, block_n), heads, group in product(tiles, (1, 2, 4, 8, 0), groups):
+            config = _of_kind(base, kind, block_m=block_m, block_n=block_n, group=group)
             yield 4, replace(config, heads_interleaved=heads)
 
 

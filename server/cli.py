@@ -52,9 +52,8 @@ def serve(
     Settings are DASH_* variables: DASH_TOKEN allows writes, and DASH_TOKENS_FILE those of named holders
     (python -m server.tokens NAME makes one); DASH_DEFAULT_GPU answers calls that name no GPU, DASH_SERVE_RELEASE pins
     GPUs to a release ('{"h200": 3}'); DASH_ROOT_PATH is the prefix of a proxy, DASH_CORS_ORIGINS a JSON list of sites
-    that may read, DASH_MAX_BODY_BYTES, DASH_QUERY_SECONDS and DASH_RETRY_AFTER_S the limits of a write, a query and a wait;
-    DASH_LOG=json and
-    DASH_LOG_REQUESTS=1 say what is logged and how. docs/operations.md has more.
+    that may read, DASH_MAX_BODY_BYTES, DASH_QUERY_SECONDS and DASH_RETRY_AFTER_S the limits of a write, a query and a
+    wait; DASH_LOG=json and DASH_LOG_REQUESTS=1 say what is logged and how. docs/operations.md has more.
     """
     if db is not None:
         os.environ["DASH_DB"] = db

@@ -1,4 +1,4 @@
-"""The subcommands that look after stored rows: show, export, import, release, verify."""
+"""The subcommands that look after stored rows: show, export, import, release, verify, and what --why explains."""
 
 from __future__ import annotations
 

@@ -21,7 +21,6 @@ OBJECTIVE = "time"
 INVALIDITY = {"ok": "correct", "nondeterministic": "correctness"}  # the other classes are T4's own
 UNITS = {"ms_low": "ms", "ms_high": "ms", "predicted": "ms", "tflops": "TFLOPS"}
 PROBLEM_NAMES = tuple(f.name for f in fields(Problem))
-CONFIG_NAMES = tuple(f.name for f in fields(Config))
 MEASURED_COLUMNS = tuple(
     name
     for name in ROW_COLUMNS

@@ -211,12 +211,6 @@ class Store:
         with self.reading() as connection:
             return [ResultRow.stored(dict(row._mapping)) for row in connection.execute(query)]
 
-    def hashes_of_run(self, run_id: int) -> set[str]:
-        with self.reading() as connection:
-            return set(
-                connection.scalars(select(Result.config_hash).where(Result.run_id == run_id))
-            )
-
     def rows_by_run(self) -> dict[str, int]:
         """Number of rows by the run's uuid, for runs that have any."""
         query = select(Run.uuid, func.count(Result.id)).join(Result).group_by(Run.uuid)

@@ -1,4 +1,4 @@
-"""Small backwards for compute-sanitizer: every form of the Hopper kernel, and the portable one.
+"""Small backwards for compute-sanitizer: full, causal and windowed masks on both backends.
 
 ``compute-sanitizer --tool memcheck python benchmarks/sanitize.py``; racecheck and synccheck likewise (``make sanitize``).
 Prints one line a form, with whether its gradients are finite.

@@ -19,7 +19,7 @@ from tuner.failures import CandidateError
 
 # Share of the matrix peak that the Hopper kernel reaches between waits, as profiled on an H200: it only ranks candidates.
 MATRIX_SHARE = {64: 0.56, 128: 0.68, 256: 0.68}
-# The same of the portable kernel on Hopper, waits included: its best rows at full mask, seq_len 16384, data/h200.json.gz.
+# The same of the portable kernel on Hopper, waits included: its best rows of an earlier H200 sweep, full mask, seq_len 16384.
 PORTABLE_SHARE_ON_HOPPER = {64: 0.22, 128: 0.31, 256: 0.31}
 REDUCE_SHARE = 0.3  # r / c, the model's default
 TWO_PASS_WORK = 7 / 5  # S and dP are computed a second time for dQ

@@ -59,7 +59,7 @@ def simulate(
     slots: int = 132,
     c: float = 1.0,
     r: float = 0.3,
-    l: float = 0.0,  # noqa: E741  (the paper's letter, and design.md's)
+    l: float = 0.0,  # noqa: E741  (the paper's letter)
     heads: int = 1,
     launch: Launch | None = None,
     *,
@@ -69,10 +69,10 @@ def simulate(
     """Run ``heads`` heads of a schedule on ``slots`` slots.
 
     With a ``head_group`` they are KV heads of so many query heads each, and a CTA walks each of its visits once for
-    every one of these. ``c`` is a tile's compute cost, ``r`` its reduce cost, ``l`` the time from the end of a reduce until the next turn
-    sees its signal. ``launch`` defaults to the one that fits the kind; ``gantt=False`` leaves out the rows. Raises
-    ValueError for a cost, count or schedule that makes no sense, DeadlockError naming the chain of waits if the
-    schedule does not end on so few slots.
+    every one of these. ``c`` is a tile's compute cost, ``r`` its reduce cost, ``l`` the time from the end of a reduce
+    until the next turn sees its signal. ``launch`` defaults to the one that fits the kind; ``gantt=False`` leaves out the
+    rows. Raises ValueError for a cost, count or schedule that makes no sense, DeadlockError naming the chain of waits if
+    the schedule does not end on so few slots.
     """
     for name, count in (("slots", slots), ("heads", heads)):
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:

@@ -226,8 +226,9 @@ class LookupTable:
     def find(self, problem: Problem, match_batch: bool = False) -> tuple[Cell, str] | None:
         """The cell that answers for ``problem`` and how: "exact" or "nearest"; None when no cell may.
 
-        All of KIND_FIELDS must agree. Nearest means nearest in log(seq_len) and log(seq_len_kv), ties to the shorter. Batch and heads are looked at only with ``match_batch``, so that by default a sample
-        gets the same config, and the same bits, alone and in a batch.
+        All of KIND_FIELDS must agree. Nearest means nearest in log(seq_len) and log(seq_len_kv), ties to the shorter.
+        Batch and heads are looked at only with ``match_batch``, so that by default a sample gets the same config, and the
+        same bits, alone and in a batch.
         """
         able = [cell for cell in self.cells if _same_kind(cell, problem)]
         if not able:

@@ -262,7 +262,7 @@ class ScheduleQuery(Strict):
     heads: Annotated[int, Field(ge=1, le=256), BeforeValidator(_digits)] = 1
     c: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 1.0
     r: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.3
-    l: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0  # noqa: E741  (design.md's letter)
+    l: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0  # noqa: E741  (the paper's letter)
     launch_order: Order | None = None
     heads_interleaved: Annotated[int, Field(ge=0, le=256), BeforeValidator(_digits)] = 1
 

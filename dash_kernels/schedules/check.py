@@ -56,10 +56,13 @@ def check(
 
     Proven: every KV tile belongs to one item; every (KV, Q) tile with an unmasked pair is visited exactly once and
     no other is; an item walks its KV tiles one after another, and of each the tiles that need a mask (with a window:
-    those that need none) are contiguous; the turns of a Q tile are 0..k-1; program order and turns form no cycle. Raises ScheduleError naming the tiles at
-    fault. ``head_group`` query heads share a KV head: its CTAs walk each visit once for each (``for_group``), which a
-    monotone kind does not notice, while others may need more slots. ``total_heads`` (batch x KV heads) is needed only where a launch interleaves all heads of a kind that is not
-    monotone, because there min_resident grows with them; without it that case raises ValueError.
+    those that need none) are contiguous; the turns of a Q tile are 0..k-1; program order and turns form no cycle. Raises
+    ScheduleError naming the tiles at fault.
+
+    ``head_group`` query heads share a KV head: its CTAs walk each visit once for each (``for_group``), which a monotone
+    kind does not notice, while others may need more slots. ``total_heads`` (batch x KV heads) is needed only where a
+    launch interleaves all heads of a kind that is not monotone, because there min_resident grows with them; without it
+    that case raises ValueError.
     """
     if launch is None:
         launch = fitting_launch(schedule)

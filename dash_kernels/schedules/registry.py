@@ -25,8 +25,8 @@ the kernels read the arrays, ``check`` proves them or names the tiles at fault, 
 tests and the tuner take every name in ``SCHEDULES``. Keep to three habits: rules look at the grid and the group only
 (equal bits alone and in a batch); the tiles of a KV tile that need a mask stay together in its visit (and with a
 sliding window, which has two edges, those that need none: a kind that goes round the row says
-``masks=("full", "causal")``); and if every turn waits only for items launched earlier (as here: turn and launch both by ascending KV), the kind is monotone and
-can be served with any number of free SMs.
+``masks=("full", "causal")``); and if every turn waits only for items launched earlier (as here: turn and launch both by
+ascending KV), the kind is monotone and can be served with any number of free SMs.
 """
 
 from __future__ import annotations

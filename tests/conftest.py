@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from postgres_server import PostgresServer
 
 ROOT = Path(__file__).resolve().parent.parent
+USER_SETTINGS = (
+    *("DB", "READ_ONLY", "SQLITE_BUSY_S", "SQLITE_JOURNAL", "QUERY_SECONDS", "RETRY_AFTER_S"),
+    *("TOKEN", "TOKENS_FILE", "MAX_BODY_BYTES", "CORS_ORIGINS", "ROOT_PATH", "LOG", "LOG_REQUESTS"),
+    *("TABLE", "DEFAULT_GPU", "SERVE_RELEASE", "ALLOW_FAMILY", "ALLOW_COMPILER"),
+)
 
 
 def _why_no_gpu() -> str:
@@ -38,9 +43,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """No test sees the settings or the database of the user who runs it."""
-    for name in ("DASH_DB", "DASH_TABLE", "DASH_TOKEN"):
-        monkeypatch.delenv(name, raising=False)
+    """No test sees the settings, the database or the fetched tables of the user who runs it."""
+    for name in USER_SETTINGS:
+        monkeypatch.delenv(f"DASH_{name}", raising=False)
+    monkeypatch.setenv("DASH_CACHE", str(tmp_path / "user-cache"))
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "user-data"))
 
 

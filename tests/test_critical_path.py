@@ -59,7 +59,7 @@ def descending(n: int, m: int, c: float, r: float) -> float:
 
 
 class TestClosedForms:
-    """The closed forms of the paper, section 2: W = n, square tiles, l = 0, heads in turn. Integers, so equality is exact."""
+    """With W = n, square tiles, l = 0, heads in turn. Integers, so equality is exact."""
 
     @pytest.mark.parametrize("causal", [False, True])
     def test_ascending(self, causal: bool) -> None:

@@ -1,4 +1,4 @@
-"""The question behind ``/best`` and ``dash-tune show``: which config for this mask and head_dim."""
+"""The question behind ``/best``: which config for this mask and head_dim."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def sweep(
         typer.Option(help="Seconds for one compile. Default: --timeout, else 240.", min=1.0),
     ] = None,
     jobs: Annotated[
-        int, typer.Option(help="Compile processes. Default: the CPU cores.", min=0)
+        int, typer.Option(help="Compile processes. Default: CPU cores less GPUs.", min=0)
     ] = 0,
     engine: Annotated[
         str, typer.Option(help="local: the GPUs of this host; ray: those of a cluster.")

@@ -94,7 +94,7 @@ def test_a_walk_shows_each_row_its_keys(
         sent["loads"].clear()
         steps = module.send_tile.fn(
             "q", "k", "v", memory, memory, memory, None, bars, 0, 0, 0, 0, 0, row, rows, keys, 0, 0, 0, left, right,
-            mask, False, 2, N, 64, STAGES, 1,
+            mask, False, 2, N, 64, STAGES,
         )  # fmt: skip
         count, masked, plain_end, reach, limit = (
             sent["words"].get(number(word), 0)

@@ -128,7 +128,15 @@ def check_sink(sink: Any, q: Tensor) -> None:
         raise ValueError(f"sink is on {sink.device} but q is on {q.device}; move it to one device")
 
 
-def check_scale(scale: float, softcap: float) -> None:
+def check_scale(scale: Any, softcap: Any) -> None:
+    """Raise TypeError or ValueError unless both are numbers that attention can take."""
+    for name, value in (("scale", scale), ("softcap", softcap)):
+        if value is None or isinstance(value, str | bytes):
+            raise TypeError(f"{name} is {value!r}; give a number")
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise TypeError(
+                f"{name} requires a gradient, which attention does not give it; give a number, or detach it"
+            )
     if not 0 < scale < math.inf:
         raise ValueError(f"scale is {scale}; it must be a positive number")
     if not 0 <= softcap < math.inf:
@@ -151,6 +159,7 @@ def settle_window(window_size: Any, causal: bool) -> tuple[bool, int, int]:
             raise ValueError(
                 f"window_size is {(left, right)}; each side is a number of keys, or -1 for all"
             )
+    left, right = (side if side < 2**31 - 1 else -1 for side in (left, right))
     if causal or right == 0:
         return True, left, -1
     return False, left, right

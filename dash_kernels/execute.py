@@ -61,6 +61,10 @@ def run_forward(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output, in q's dtype, and log-sum-exp, float32, both contiguous."""
     if _is_empty(q, k, cu_seqlens_q, options):
+        if cu_seqlens_q is not None and cu_seqlens_k is not None and not q.is_cuda:
+            from dash_kernels.on_cpu import check_starts
+
+            check_starts(options, q, k, cu_seqlens_q, cu_seqlens_k)
         out = q.new_zeros((*q.shape[:-1], v.shape[-1]))
         return out, q.new_full(lse_shape(q), math.inf, dtype=torch.float32)
     if q.is_cuda:

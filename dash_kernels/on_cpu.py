@@ -35,8 +35,7 @@ def forward(
     if cu_seqlens_q is None or cu_seqlens_k is None:
         out, lse = reference.attention_forward(q, k, v, **how)
     else:
-        _check_starts("q", cu_seqlens_q, q.shape[0], options.max_seqlen_q)
-        _check_starts("k", cu_seqlens_k, k.shape[0], options.max_seqlen_k)
+        check_starts(options, q, k, cu_seqlens_q, cu_seqlens_k)
         out, lse = reference.packed_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, **how)
     return out.to(q.dtype).contiguous(), lse.float().contiguous()
 
@@ -64,6 +63,14 @@ def _of_reference(sink: Tensor | None, options: Options) -> dict[str, Any]:
         "softcap": options.softcap,
         "sink": sink,
     }
+
+
+def check_starts(
+    options: Options, q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> None:
+    """Raise ValueError unless both starts describe sequences of q and k that are no longer than was said."""
+    _check_starts("q", cu_seqlens_q, q.shape[0], options.max_seqlen_q)
+    _check_starts("k", cu_seqlens_k, k.shape[0], options.max_seqlen_k)
 
 
 def _check_starts(name: str, cu_seqlens: Tensor, total: int, longest: int) -> None:

@@ -200,10 +200,11 @@ def test_case_8_strides_change_no_bit() -> None:
 def test_a_window_right_of_zero_is_causal_and_none_is_unlimited() -> None:
     tensors, _ = made((9, 12), (2, 2, 16, 16), {})
     causal = attention(*tensors, causal=True)
-    for window in ((-1, 0), (None, 0), (11, 0)):
+    for window in ((-1, 0), (None, 0), (11, 0), (10**30, 0)):
         assert_bits_equal(attention(*tensors, window_size=window), causal)
     assert_bits_equal(attention(*tensors, causal=True, window_size=(-1, 5)), causal)
-    assert_bits_equal(attention(*tensors, window_size=(None, None)), attention(*tensors))
+    for window in ((None, None), (2**63, 2**63)):
+        assert_bits_equal(attention(*tensors, window_size=window), attention(*tensors))
 
 
 def test_ring_steps_merge_by_their_lse() -> None:
@@ -246,6 +247,9 @@ PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": 5, "ma
         ({"window_size": (0.5, 0)}, ValueError, r"window_size is \(0.5, 0\)"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0; give a positive number, or 0"),
         ({"softcap": math.nan}, ValueError, "softcap is nan"),
+        ({"softcap": None}, TypeError, "softcap is None; give a number"),
+        ({"scale": "0.1"}, TypeError, "scale is '0.1'; give a number"),
+        ({"scale": torch.ones((), requires_grad=True)}, TypeError, "scale requires a gradient"),
         ({"sink": 0.5}, TypeError, "sink is a float"),
         ({"sink": torch.zeros(3)}, ValueError, r"sink is \(3,\); it must be \(2,\)"),
         ({"sink": torch.zeros(2).double()}, TypeError, "sink is torch.float64; give float32"),
@@ -260,6 +264,8 @@ PACKED = {"cu_seqlens_q": STARTS, "cu_seqlens_k": STARTS, "max_seqlen_q": 5, "ma
         (PACKED | {"max_seqlen_q": None}, TypeError, "max_seqlen_q is a NoneType"),
         (PACKED | {"max_seqlen_q": -5}, ValueError, "max_seqlen_q is -5"),
         (PACKED | {"max_seqlen_q": 4}, ValueError, "max_seqlen_q is 4 but a sequence has 5 rows"),
+        (PACKED | {"max_seqlen_q": 0}, ValueError, "max_seqlen_q is 0 but a sequence has 5 rows"),
+        (PACKED | {"max_seqlen_k": 0}, ValueError, "max_seqlen_k is 0 but a sequence has 5 rows"),
         (PACKED | {"cu_seqlens_q": STARTS + 1}, ValueError, r"cu_seqlens_q is \[1, 6, 10\]; it must rise from 0"),
         (PACKED | {"cu_seqlens_k": STARTS.flip(0)}, ValueError, "cu_seqlens_k is .*; it must rise from 0"),
     ],

@@ -204,6 +204,7 @@ def test_no_rows_still_have_their_header() -> None:
             "format 9; this release reads 1",
         ),
         ("a.json", "{", "is not an export of dash"),
+        ("a.json", "[" * 100_000, "is not an export of dash"),
         ("a.json.gz", "plain", "is not an export of dash"),
         ("a.parquet", "plain", "is not an export of dash"),
         ("a.xlsx", "", "the ending tells the format"),

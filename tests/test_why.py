@@ -167,7 +167,8 @@ def test_problems_are_read_as_their_labels_are_written() -> None:
     )
     assert parse_problem(problem.label()) == problem
     assert parse_problem("full window=7:9 s=64 d=64").window == (7, 9)
-    for text in ("zigzag", "d=x", "window=5", "seq_len", "d=0", "heads=3 heads_kv=2"):
+    twice = "causal full", "d=128 head_dim=64", "s=64 s=64", "window=1,0 window=1,0"
+    for text in ("zigzag", "d=x", "window=5", "seq_len", "d=0", "heads=3 heads_kv=2", *twice):
         with pytest.raises(NotUnderstood, match="--why"):
             parse_problem(text)
 

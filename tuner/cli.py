@@ -109,6 +109,7 @@ def sweep(
     Exit codes: 0 all measured; 1 nothing usable; 2 bad usage; 3 some configs failed, each listed by class.
     """
     if context.invoked_subcommand is not None:
+        _refuse_misplaced(context, context.invoked_subcommand)
         return
     from tuner.command import SweepRequest, parse_duration, run_sweep
     from tuner.space import SpaceFilter
@@ -328,6 +329,17 @@ def doctor(
     raise typer.Exit(1 if any(check.state == "missing" for check in checks) else 0)
 
 
+def _refuse_misplaced(context: typer.Context, command: str) -> None:
+    """An option before a command belongs to the sweep, and ``--db`` left out would mean another database: refused."""
+    for parameter in context.command.params:
+        source = context.get_parameter_source(parameter.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            option = parameter.opts[0]
+            _fail(
+                f"{option} stands before {command}, where it would count for nothing; write dash-tune {command} {option}"
+            )
+
+
 def _words(values: Sequence[str] | None) -> tuple[str, ...]:
     return tuple(
         word.strip() for value in values or () for word in value.split(",") if word.strip()
@@ -346,10 +358,12 @@ def _head_dims(values: Sequence[str] | None) -> tuple[int | tuple[int, int], ...
     found: list[int | tuple[int, int]] = []
     for word in _words(values):
         first, slash, second = word.partition("/")
-        if slash:
-            found.append((*_numbers("head-dim", [first]), *_numbers("head-dim", [second])))  # type: ignore[arg-type]
-        else:
-            found += _numbers("head-dim", [word])
+        if slash and not (first and second):
+            _fail(f"--head-dim {word!r} is not a head_dim and V's; write 192/128")
+        dims = _numbers("head-dim", [first, second])
+        if any(dim % 8 for dim in dims):
+            _fail(f"--head-dim {word!r}: head_dims are multiples of 8")
+        found.append((dims[0], dims[1]) if slash else dims[0])
     return tuple(found)
 
 

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("dash.results")
 
 DUMP_FORMAT = 1
+RELEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 ROW_COLUMNS = tuple(f.name for f in fields(ResultRow) if f.name not in ("run_id", "id"))
 RUN_COLUMNS = (
     "run_source",
@@ -118,6 +119,10 @@ def freeze(
     one there is, also where the clock went backwards since. Raises StoreError for a name that is taken or means
     something else.
     """
+    if name is not None and not RELEASE_NAME.fullmatch(name):
+        raise StoreError(
+            f"release name {name!r}: use up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
+        )
     if name is not None and (name.isdecimal() or name == "draft"):
         raise StoreError(
             f"release name {name!r} would read as a number or as the draft; choose another"

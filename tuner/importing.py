@@ -101,7 +101,16 @@ def import_file(store: Store, path: str | Path) -> Imported:
             )
     except TableError as error:
         raise StoreError(str(error)) from None
-    except (ValueError, KeyError, TypeError, IndexError, OSError, EOFError, csv.Error) as error:
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        IndexError,
+        OSError,
+        EOFError,
+        RecursionError,
+        csv.Error,
+    ) as error:
         raise StoreError(f"{path} is not an export of dash: {error}") from error
     return merge(store, runs)
 

@@ -46,27 +46,32 @@ def explain(text: str, store: Store, gpu: str) -> Explanation:
 def parse_problem(text: str) -> Problem:
     """A problem in the words of its label: mask, dtype, name=value, softcap, varlen, window=left,right or left:right."""
     values: dict[str, Any] = {}
+    given: dict[str, Any]
     for word in text.split():
         name, equals, value = word.partition("=")
         name = NAMES.get(name, name)
         if word in MASKS:
-            values["mask"] = word
+            given = {"mask": word}
         elif word in DTYPES:
-            values["dtype"] = word
+            given = {"dtype": word}
         elif word in FLAGS:
-            values[word] = True
+            given = {word: True}
         elif name == "window" and equals:
             sides = _numbers(word, value.replace(":", ","), 2)
-            values["window_left"], values["window_right"] = sides
+            given = dict(zip(("window_left", "window_right"), sides, strict=True))
         elif name == "head_dim" and "/" in value:
-            values["head_dim"], values["head_dim_v"] = _numbers(word, value.replace("/", ","), 2)
+            dims = _numbers(word, value.replace("/", ","), 2)
+            given = dict(zip(("head_dim", "head_dim_v"), dims, strict=True))
         elif name in NUMBERS and equals:
-            (values[name],) = _numbers(word, value, 1)
+            given = {name: _numbers(word, value, 1)[0]}
         else:
             raise NotUnderstood(
                 f"--why {word!r} is not understood; write a row's number, or a problem such as "
                 "'causal d=128 seq_len=4096 window=1023,0'"
             )
+        if twice := sorted(given.keys() & values.keys()):
+            raise NotUnderstood(f"--why {text!r}: {twice[0]} is given twice; give it once")
+        values |= given
     try:
         return Problem(**{"mask": "causal", "head_dim": 128, "seq_len": 4096, **values})
     except ValueError as error:
@@ -113,7 +118,7 @@ def _software_of(environment: dict[str, Any]) -> dict[str, Any]:
 
 def of_row(number: int, store: Store) -> Explanation:
     """What keeps a stored row from deciding its cell, and from sparing a resumed sweep its work."""
-    found = store.results(limit=1, after_id=number - 1)
+    found = store.results(limit=1, after_id=number - 1) if number < 2**63 else []
     if not found or found[0].id != number:
         raise NotUnderstood(f"--why {number}: {store.where} has no row of this number")
     row = found[0]

@@ -21,6 +21,7 @@ from processes import gone_within
 import tuner.command
 import tuner.resume
 from tuner.command import SweepRequest, UsageError, run_sweep
+from tuner.engines.local import Pool
 from tuner.nvml import VisibleGpu
 from tuner.plan import SweepSettings
 from tuner.results import ResultRow, Store
@@ -407,6 +408,23 @@ def test_a_worker_that_cannot_start_is_one_line_and_no_row(
     with pytest.raises(UsageError, match="no CUDA driver in this test"):
         run_sweep(request_)
     assert rows(request_) == []
+
+
+def test_without_a_gpu_a_short_budget_gives_rows(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every second task is a prediction: the first rows come before the last kernel, however slow compiling is."""
+    begun: list[str] = []
+    submit = Pool.submit
+
+    def noted(self: Pool, slot: Any, key: Any, *rest: Any) -> None:
+        begun.append(key[0])
+        submit(self, slot, key, *rest)
+
+    monkeypatch.setattr(Pool, "submit", noted)
+    assert run_sweep(replace(request_, gpu="h800", compile_only=True, simulate=True)) == 0
+    assert "predict" not in begun[:8:2]
+    assert begun[1:8:2] == ["predict"] * 4
 
 
 def test_without_a_gpu_rows_are_compiled_and_modelled_and_never_measured(

@@ -26,6 +26,7 @@ class Preparation:
         self.sms: int | None = settings.sms or None
         self.done: dict[Key, Reply] = {}
         self._begun: set[Key] = set()
+        self._handed = 0
         self._compiles: deque[tuple[Key, Item]] = deque()
         self._proofs: deque[tuple[Key, Item]] = deque()
         self._predictions: deque[tuple[Key, Item]] = deque()
@@ -57,14 +58,21 @@ class Preparation:
         self._predictions = deque(task for task in left if task[0][0] == "predict")
 
     def hand_out(self) -> None:
-        """Compiles first, then proofs, then predictions; one process in four begins with predictions."""
+        """Compiles first, then proofs, then predictions; one process in four begins with predictions.
+
+        Where nothing is timed a row needs its prediction too: every second task is one, so that any budget gives rows.
+        """
         usual = self._compiles, self._proofs, self._predictions
         for slot in self.compilers.idle_slots():
-            predicts = self.compilers.slots.index(slot) % 4 == 3
+            if self.settings.source == "compiled":
+                predicts = self._handed % 2 == 1
+            else:
+                predicts = self.compilers.slots.index(slot) % 4 == 3
             found = self._next((self._predictions, *usual) if predicts else usual)
             if found is None:
                 break
             key, item = found
+            self._handed += 1
             self._begun.add(key)
             task = {
                 "kind": key[0],

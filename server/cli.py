@@ -85,7 +85,12 @@ def _settings() -> Settings:
     except ValidationError as error:
         first = error.errors()[0]
         _stop(f"DASH_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}")
-    except (SettingsError, TokenFileError) as error:
+    except SettingsError as error:  # not JSON; the field stands in quotes
+        field = str(error).split('"')[1] if '"' in str(error) else ""
+        forms = {"serve_release": '{"h200": 3}', "cors_origins": '["https://example.org"]'}
+        form = forms.get(field)
+        _stop(f"DASH_{field.upper()} is not JSON; write it as {form}" if form else str(error))
+    except TokenFileError as error:
         _stop(str(error))
     return settings
 

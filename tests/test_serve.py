@@ -87,6 +87,9 @@ def test_serve_names_what_is_wrong(tmp_path: Path) -> None:
     broken = serve("--port", "0", "--db", str(tmp_path / "text.db"))
     assert (broken.returncode, broken.stderr.count("\n")) == (2, 1)
     assert "text.db" in broken.stderr
+    pinned = serve("--port", "0", DASH_SERVE_RELEASE="h200:3")
+    assert (pinned.returncode, pinned.stderr.count("\n")) == (2, 1)
+    assert 'DASH_SERVE_RELEASE is not JSON; write it as {"h200": 3}' in pinned.stderr
 
 
 def best_of_a_read_only_server(*arguments: str, **environment: str) -> dict[str, Any]:

@@ -32,7 +32,7 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     Raises ValueError, with the last candidate's reason, where no backend runs the problem.
     """
     support = None
-    for config in _candidates(problem, capability):
+    for config in candidates(problem, capability):
         support = supports(config, problem, capability)
         if support:
             return config
@@ -42,7 +42,8 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     )
 
 
-def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Config]:
+def candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Config]:
+    """What the rule would run, first choice first; not all of it runs everywhere."""
     dim = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
     one_sided = problem.causal or (problem.window_left >= 0 and problem.window_right < 0)
     order = (

@@ -15,9 +15,9 @@ from typing import Any
 from gpu_cases import torch
 
 from dash_kernels import Config, Problem, attention
-from dash_kernels.default_rule import PORTABLE_TILES
+from dash_kernels.default_rule import candidates
 from dash_kernels.device import current_gpu
-from dash_kernels.problem import padded_head_dim, supports
+from dash_kernels.problem import supports
 from dash_kernels.testing import (
     Error,
     budgets_of,
@@ -135,19 +135,13 @@ def option_case(variant: tuple[Any, ...], combination: tuple[Any, ...], backend:
 
 
 def portable_config(problem: Problem) -> Config:
-    """The first portable tile that fits, in the order that suits the mask."""
-    one_sided = problem.causal or (problem.window_left >= 0 and problem.window_right < 0)
-    order = (
-        {"schedule": "shortest_first", "launch_order": "descending"} if one_sided
-        else {"schedule": "ascending", "launch_order": "ascending", "heads_interleaved": 4}
-    )  # fmt: skip
-    dim = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
-    for block_m, block_n, num_stages in PORTABLE_TILES[dim]:
-        config = Config(backend="portable", signal="plain", block_m=block_m, block_n=block_n, num_stages=num_stages,
-                        **order)  # fmt: skip
-        if supports(config, problem, current_gpu().capability):
-            return config
-    raise AssertionError(f"no portable tile runs {problem}")
+    """The rule's first portable config that runs."""
+    capability = current_gpu().capability
+    return next(
+        config
+        for config in candidates(problem, capability)
+        if config.backend == "portable" and supports(config, problem, capability)
+    )
 
 
 def warm(variant: tuple[Any, ...], backend: str) -> None:

@@ -161,24 +161,6 @@ def main() -> None:
         "environment": environment(),
         "rows": [],
     }
-    for head_dim in (64, 128):
-        for causal in (False, True):
-            for seq_len in options.seq_len:
-                batch, heads = TOKENS // seq_len, HIDDEN // head_dim
-                q, k, v = inputs(batch, seq_len, heads, head_dim)
-                flops = 4 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
-                row = {
-                    "head_dim": head_dim,
-                    "mask": "causal" if causal else "full",
-                    "seq_len": seq_len,
-                }
-                row["forward"] = tflops(forwards(q, k, v, causal), flops, options.rounds, scratch)
-                steps = training_steps(q, k, v, causal)
-                row["training_step"] = tflops(steps, 3.5 * flops, options.rounds, scratch)
-                if seq_len == max(options.seq_len):
-                    row["peak_mib"] = {name: peak_mebibytes(call) for name, call in steps.items()}
-                found["rows"].append(row)
-                print(json.dumps(row), flush=True)
     q, k, v = inputs(1, 512, 8, 128)
     found["host_us"] = {
         "forward": {n: host_microseconds(c) for n, c in forwards(q, k, v, True).items()},
@@ -202,8 +184,28 @@ def main() -> None:
         found["groups"].append(
             {**row, "training_step": tflops(steps, flops, options.rounds, scratch)}
         )
+    print(json.dumps({name: found[name] for name in ("host_us", "groups")}), flush=True)
+    for head_dim in (64, 128):
+        for causal in (False, True):
+            for seq_len in options.seq_len:
+                batch, heads = TOKENS // seq_len, HIDDEN // head_dim
+                q, k, v = inputs(batch, seq_len, heads, head_dim)
+                flops = 4 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
+                row = {
+                    "head_dim": head_dim,
+                    "mask": "causal" if causal else "full",
+                    "seq_len": seq_len,
+                }
+                row["forward"] = tflops(forwards(q, k, v, causal), flops, options.rounds, scratch)
+                steps = training_steps(q, k, v, causal)
+                row["training_step"] = tflops(steps, 3.5 * flops, options.rounds, scratch)
+                if seq_len == max(options.seq_len):
+                    row["peak_mib"] = {name: peak_mebibytes(call) for name, call in steps.items()}
+                found["rows"].append(row)
+                print(json.dumps(row), flush=True)
+                options.output.write_text(json.dumps(found, indent=1) + "\n")
     found["summary"] = summary(found["rows"])
-    print(json.dumps({name: found[name] for name in ("host_us", "groups", "summary")}))
+    print(json.dumps(found["summary"]))
     options.output.write_text(json.dumps(found, indent=1) + "\n")
 
 

@@ -84,6 +84,18 @@ def dash_tune(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--gpu", "h800", "--dry-run", "--head-dim", "64/12"], ["'64/12'", "multiples of 8"]),
         (["--gpu", "h800", "--dry-run", "--heads", "4", "--head-group", "3"], ["head-group 3"]),
         (["--gpu", "h800", "--simulate", "--dry-run"], ["--simulate", "--compile-only"]),
+        (
+            ["--gpu", "h800", "--dry-run", "--backend", "hopper", "--head-dim", "256"],
+            ["--backend hopper: head_dim 256 is above 128", "--backend portable"],
+        ),
+        (
+            ["--gpu", "a100", "--compile-only", "--backend", "hopper"],
+            ["--backend hopper: ", "needs compute capability 9.0; this is 8.0"],
+        ),
+        (
+            ["--gpu", "a100", "--engine", "ray", "--backend", "hopper"],
+            ["needs compute capability 9.0; this is 8.0"],
+        ),
         (["show", "--gpu", "b200"], ["'b200'"]),
         (["show", "--mask", "diagonal"], ["mask 'diagonal'"]),
         (["export", "table.t4", "--gpu", "b200"], ["'b200'"]),
@@ -109,6 +121,24 @@ def test_bad_usage_is_one_line_and_exit_2(
     assert err.startswith("dash-tune: ")
     assert len(err.strip().splitlines()) == 1
     assert all(word in err for word in words)
+
+
+def test_shapes_that_the_named_backend_does_not_run_are_named_and_left_out(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shapes = ["--gpu", "h800", "--mask", "causal", "--head-dim", "128,256", "--seq-len", "512,1024"]
+    assert dash_tune(monkeypatch, *shapes, "--backend", "hopper", "--dry-run") == 0
+    first, *listed, _ = capsys.readouterr().out.splitlines()
+    assert first.startswith("left out, not for backend hopper (head_dim 256 is above 128, ")
+    assert first.endswith("causal d=256 seq_len=512 bfloat16, causal d=256 seq_len=1024 bfloat16")
+    assert listed
+    assert not any("portable" in line or "d=256" in line for line in listed)
+    assert dash_tune(monkeypatch, *shapes, "--dry-run") == 0
+    assert "left out" not in capsys.readouterr().out
+    assert dash_tune(monkeypatch, *shapes, "--backend", "hopper", "--dry-run", "--json") == 0
+    out, err = capsys.readouterr()
+    assert {json.loads(line)["config"]["backend"] for line in out.splitlines()} == {"hopper"}
+    assert err.startswith("left out")
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,8 +194,34 @@ def space(capability: tuple[int, int], filters: SpaceFilter) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.tier)
 
 
+def left_out(filters: SpaceFilter, capability: tuple[int, int]) -> list[str]:
+    """Where backend hopper alone was asked for: the shapes that it does not run on this chip, a line for each reason.
+
+    Raises ValueError where it runs none of them.
+    """
+    if set(filters.backends) != {"hopper"}:
+        return []
+    refused: dict[str, list[str]] = {}
+    shapes = problems(filters)
+    for problem in shapes:
+        base = _base(problem, capability)
+        if base.backend != "hopper":
+            config = _of_kind(base, BASELINE, backend="hopper")
+            reason = supports(config, problem, capability).reason
+            refused.setdefault(reason, []).append(problem.label())
+    if sum(map(len, refused.values())) == len(shapes):
+        reasons = "; ".join(refused)
+        raise ValueError(f"--backend hopper: {reasons}; --backend portable, or none, runs there")
+    return [
+        f"left out, not for backend hopper ({reason}): {', '.join(labels)}"
+        for reason, labels in refused.items()
+    ]
+
+
 def _selected(config: Config, filters: SpaceFilter) -> bool:
-    """Whether ``--schedule`` keeps this config: the baseline and the yardstick stand beside it."""
+    """Whether ``--backend`` and ``--schedule`` keep this config: baseline and yardstick stand beside any kind."""
+    if filters.backends and config.backend not in filters.backends:
+        return False
     if not filters.schedules or config.policy == "unordered":
         return True
     return config.schedule in filters.schedules or config.schedule == BASELINE
@@ -223,7 +249,7 @@ def _tiers(
     problem: Problem, capability: tuple[int, int], backend: str, filters: SpaceFilter
 ) -> Iterator[tuple[int, Config]]:
     winner = base = _base(problem, capability, backend)
-    backend = base.backend  # the Hopper kernel does not run every head_dim
+    backend = base.backend  # the Hopper kernel does not run every shape
     kinds = [kind for kind in _kinds(problem) if kind != "grouped_shift"]
     yield 0, _of_kind(base, BASELINE)
     yield 0, winner

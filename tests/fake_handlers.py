@@ -1,7 +1,8 @@
 """Worker handlers that stand in for the GPU and the compiler: what they do is written in the candidate itself.
 
 ``FakeMeasurer`` reads its orders from the options of the worker: ``{"plan": {schedule: action}}``. Actions: ok,
-hang (with a child process), exit, raise, sticky, wrong, varies, slow.
+hang (with a child process), exit, raise, sticky, wrong, varies, slow. A plan may name a GPU instead, by its uuid; of
+the one in ``DASH_FAKE_START_ONCE`` a second worker does not start.
 """
 
 from __future__ import annotations
@@ -34,7 +35,13 @@ class FakeMeasurer:
         self.plan = dict(part.split("=") for part in plan.split(",") if part)
         if self.plan.get("start") == "fail":
             raise RuntimeError("no CUDA driver in this test")
+        self.uuid = options.get("uuid", "")
         self.log = Path(os.environ["DASH_FAKE_LOG"]) if "DASH_FAKE_LOG" in os.environ else None
+        if self.log and self.uuid == os.environ.get("DASH_FAKE_START_ONCE"):
+            try:
+                self.log.with_suffix(".started").touch(exist_ok=False)
+            except FileExistsError:
+                raise RuntimeError("the GPU has fallen off the bus") from None
         self.sticky = False
         self.info = {"environment": ENVIRONMENT}
 
@@ -53,7 +60,8 @@ class FakeMeasurer:
         if self.log:
             with self.log.open("a") as file:
                 file.write(f"{os.getpid()} {config.schedule}\n")
-        action = self.plan.get(config.policy, self.plan.get(config.schedule, "ok"))
+        words = (self.uuid, config.policy, config.schedule)
+        action = next((self.plan[word] for word in words if word in self.plan), "ok")
         if action == "hang":
             child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
             if self.log:

@@ -143,7 +143,7 @@ def test_a_handler_that_cannot_start_says_why() -> None:
 
 
 def test_the_pool_replaces_a_dead_worker() -> None:
-    pool = Pool(ECHO, [({}, {})])
+    pool = Pool(ECHO, [({}, {})], print, "worker")
     try:
         slot = pool.slots[0]
         slot.worker.wait_ready()

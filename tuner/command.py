@@ -284,13 +284,13 @@ def _sweep(
         if target.gpus:
             held = {gpu.uuid: Monitor(gpu.uuid).memory_used() for gpu in target.gpus}
             about_gpus = {"policy": request.policy.to_dict(), "held_bytes": held}
-            gpus = gpu_pool(request.measurer, target.gpus, about_gpus)
+            gpus = gpu_pool(request.measurer, target.gpus, about_gpus, reporter.note)
         jobs = request.jobs or max(1, cpu_cores() - len(target.gpus))
         options = {
             "capability": target.capability,
             "gpu": target.spec.name if target.spec else None,
         }
-        compilers = compile_pool(request.compiler, jobs, options)
+        compilers = compile_pool(request.compiler, jobs, options, reporter.note)
         about = None if gpus else _environment(target)
         sweep = Sweep(store, settings, items, compilers, gpus, about, reporter)
         with guard(sweep):

@@ -119,7 +119,7 @@ def warm_up(names: Sequence[str], shapes: Sequence[Problem]) -> None:
     places: list[tuple[dict[str, str], dict[str, Any]]] = [({}, {})] * min(
         len(todo), os.cpu_count() or 1
     )
-    pool = Pool("tuner.peer_kernels:Warmer", places)
+    pool = Pool("tuner.peer_kernels:Warmer", places, print, "compile process")
     try:
         while todo or pool.busy:
             for slot in pool.idle_slots():

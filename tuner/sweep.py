@@ -24,7 +24,7 @@ from tuner.results.claims import Claim
 from tuner.results.rows import short_hash
 from tuner.resume import due_finals, earlier, rows_of_sweep, run_info
 from tuner.space import Candidate, baseline_config
-from tuner.worker import Reply
+from tuner.worker import Reply, WorkerStartError
 
 IDLE_WAIT_S = 0.5
 FINALISTS = 9  # at most, of a cell: two baselines, the default, four to serve, two others
@@ -87,7 +87,7 @@ class Sweep:
     # -- the loop ---------------------------------------------------------------------------------------------------
 
     def run(self) -> Summary:
-        """Raises WorkerStartError when a worker cannot start; rows written until then stay."""
+        """Raises WorkerStartError when none of the workers can start, or start again; rows written until then stay."""
         started = time.monotonic()
         deadline = started + self.settings.budget_s if self.settings.budget_s else float("inf")
         self._meet_gpu()
@@ -101,6 +101,10 @@ class Sweep:
                 self._step()
             if not self._stop and self.gpus is not None:
                 self._final_round(deadline)
+        except WorkerStartError as error:
+            self._finish()
+            kept = f"{self.summary.counts.total()} rows of this command are kept"
+            raise WorkerStartError(f"{error}; {kept}, the same command goes on") from None
         except Exception:
             self._finish()
             raise
@@ -126,11 +130,10 @@ class Sweep:
         """Learn the environment from the first GPU worker; what needs no GPU goes on while it starts."""
         settings = self.settings
         if self.gpus is not None:
-            worker = self.gpus.slots[0].worker
-            while not worker.ready and not self._stop:
+            while not (idle := self.gpus.idle_slots()) and not self._stop:
                 self.prepared.hand_out()
                 self._collect(IDLE_WAIT_S)
-            self.environment = worker.info.get("environment", {})
+            self.environment = idle[0].worker.info.get("environment", {}) if idle else {}
         about = self.environment or {}
         self.prepared.sms = int(about.get("sms") or settings.sms) or None
         self.run_info = run_info(settings, about)

@@ -130,6 +130,29 @@ def test_a_release_is_numbered_named_and_frozen(store: Store) -> None:
         export.freeze(store, "h200", name=first.name)
 
 
+@pytest.mark.parametrize(
+    ("there", "named"),
+    [
+        ((), "h200-2026-11-30"),
+        (("h200-2026-11-29-2", "mine"), "h200-2026-11-30"),
+        (("h200-2026-11-30",), "h200-2026-11-30.2"),
+        (("h200-2026-11-30-2",), "h200-2026-11-30.3"),
+        (("h200-2026-11-30.2", "h200-2026-11-30.10"), "h200-2026-11-30.11"),
+        (("h200-2026-12-05.4", "h200-2026-11-30"), "h200-2026-12-05.5"),
+        (("h200-2026-11-30.7-imported",), "h200-2026-11-30.8"),
+        (("h200x2-2027-01-01",), "h200-2026-11-30"),
+    ],
+)
+def test_a_release_without_a_name_is_named_after_all_there_are(
+    store: Store, monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], named: str
+) -> None:
+    for name in there:
+        export.freeze(store, "h200", name=name)
+    now = datetime(2026, 11, 30, 12, tzinfo=timezone.utc)
+    monkeypatch.setattr(export, "utc_now", lambda: now)
+    assert export.freeze(store, "h200").name == named
+
+
 # -- rows -----------------------------------------------------------------------------------------------------------
 
 

@@ -113,7 +113,7 @@ def freeze(
     cells: Sequence[Cell] | None = None,
     until_id: int | None = None,
 ) -> Release:
-    """Make the winners of now a release: numbered, immutable, named ``<gpu>-<date>`` where no name is given.
+    """Make the winners of now a release: numbered, immutable, where no name is given named ``<gpu>-<date>[.<number>]``.
 
     ``cells`` are the winners as of row ``until_id``, where the caller has them already. The release is newer than every
     one there is, also where the clock went backwards since. Raises StoreError for a name that is taken or means
@@ -131,14 +131,10 @@ def freeze(
     if cells is None:
         cells = store.winners(gpu, until_id=last)
     there = store.releases(gpu)
-    taken = {release.name for release in there}
     times = [release.created_at for release in there if release.created_at]
     now = max(utc_now(), max(times) + timedelta(microseconds=1)) if times else utc_now()
     if name is None:
-        day = f"{gpu}-{utc_now():%Y-%m-%d}"
-        name = next(
-            n for n in (day, *(f"{day}.{i}" for i in range(2, len(taken) + 3))) if n not in taken
-        )
+        name = _next_name(gpu, [release.name for release in there])
     table = lookup_table(store, gpu, name, cells=cells)
     best = [winner.to_dict() for winner in overall(cells)]
     return store.add_release(
@@ -153,6 +149,15 @@ def freeze(
             created_at=now,
         )
     )
+
+
+def _next_name(gpu: str, there: Iterable[str]) -> str:
+    """``<gpu>-<date>``, of today and without a number if all those ``there`` are of earlier days, else after them."""
+    dated = re.compile(rf"{re.escape(gpu)}-(\d{{4}}-\d\d-\d\d)(?:[.-](\d+))?")
+    found = [(match[1], int(match[2] or 1)) for name in there if (match := dated.match(name))]
+    newest, number = max(found, default=("", 0))
+    today = f"{utc_now():%Y-%m-%d}"
+    return f"{gpu}-{today}" if newest < today else f"{gpu}-{newest}.{number + 1}"
 
 
 def _standings(cell: Cell) -> Iterable[Any]:

@@ -267,6 +267,28 @@ def test_stored_rows_are_shown_exported_imported_and_released(
     assert re.match(r"release \d+: first, digest \w+$", capsys.readouterr().out)
 
 
+def test_a_numerics_key_that_no_row_has_is_said_with_where_to_find_one(
+    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(db)
+    table = str(tmp_path / "table.json")
+    for command in (["show", "--json"], ["show"], ["export", table], ["export", table + ".csv"]):
+        key = ["--gpu", "h100", "--numerics-key"]
+        assert dash_tune(monkeypatch, *command, *key, "junk") == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        assert err.startswith("dash-tune: no row of h100 in ")
+        assert "has numerics key 'junk'" in err
+        assert "dash-tune show --gpu h100 --json" in err
+        assert dash_tune(monkeypatch, *command, *key, "k") == 0
+        capsys.readouterr()
+    dump = str(tmp_path / "all.json.gz")
+    assert dash_tune(monkeypatch, "export", dump, "--gpu", "h100", "--numerics-key", "k") == 2
+    assert not Path(dump).exists()
+    assert dash_tune(monkeypatch, "show", "--numerics-key", "k", "--source", "compiled") == 2
+    assert "only measured rows have a numerics key" in capsys.readouterr().err
+
+
 def test_the_time_left_is_no_more_than_the_budget_leaves() -> None:
     from tuner.report import Progress
 

@@ -54,6 +54,15 @@ def _gpu(store: Store, gpu: str) -> str:
     raise UsageError(f"several GPUs have rows; say --gpu {' or --gpu '.join(known)}")
 
 
+def _check_key(store: Store, gpu: str, key: str) -> None:
+    """Raises UsageError for a numerics key that no row of this GPU has."""
+    if key and not store.results(ResultFilter(gpu=gpu, numerics_key=key), limit=1):
+        raise UsageError(
+            f"no row of {gpu} in {store.where} has numerics key {key!r}; the keys of its winners are in "
+            f"dash-tune show --gpu {gpu} --json, those of all rows in dash-tune export rows.csv --gpu {gpu}"
+        )
+
+
 def show(
     db: str | None,
     gpu: str,
@@ -67,9 +76,12 @@ def show(
     for option, value, known in (("mask", mask, MASKS), ("source", source, SOURCES)):
         if value is not None and value not in known:
             raise UsageError(f"unknown {option} {value!r}; choose from {', '.join(known)}")
+    if numerics_key and source != "measured":
+        raise UsageError(f"only measured rows have a numerics key; --source is {source}")
     with _open(db) as store:
         gpu = _gpu(store, gpu)
         filters = ResultFilter(mask=mask, head_dim=head_dim)
+        _check_key(store, gpu, numerics_key)
         if numerics_key:
             cells = winners_keeping(store, gpu, filters, numerics_key)
         else:
@@ -82,7 +94,11 @@ def show(
             )
             return
         if not cells:
-            raise UsageError(f"no {source} winner for {gpu} in {store.where}")
+            narrower = ", of what --mask, --head-dim and --numerics-key leave"
+            asked = mask or head_dim or numerics_key
+            raise UsageError(
+                f"no {source} winner for {gpu} in {store.where}{narrower if asked else ''}"
+            )
         _print_cells(gpu, source, cells)
 
 
@@ -151,8 +167,13 @@ def export(
 
     with _open(db) as store:
         gpu = _gpu(store, gpu)
+        _check_key(store, gpu, numerics_key)
         content: str | bytes
         if output.name.endswith(".json.gz"):
+            if numerics_key:
+                raise UsageError(
+                    f"{output} would hold every run; leave --numerics-key out, or write .csv"
+                )
             count = _write(output, lambda: exporting.dump_shipped(store, gpu, output))
             print(f"{count} rows of {gpu} in {output}")
             return

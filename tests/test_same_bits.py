@@ -14,7 +14,7 @@ from dash_kernels.numerics import config_key
 from dash_kernels.problem import Config, Problem
 from tuner.cli import main
 from tuner.results import ResultFilter, ResultRow, RunInfo, Store
-from tuner.same_bits import NoSuchBits, keeping, winners_keeping
+from tuner.same_bits import NoSuchBits, keeping
 from tuner.space import SpaceFilter, baseline_config
 
 HOPPER = (9, 0)
@@ -85,7 +85,7 @@ def test_winners_of_a_key_are_of_that_key_and_a_failed_gate_still_counts(store: 
     add(run, Config(heads_interleaved=4), 550.0)
     flawed = {"status": "nondeterministic", "numerics_key": None}
     add(again, Config(heads_interleaved=4), 0.0, **flawed)
-    (cell,) = winners_keeping(store, "h200", ResultFilter(), key)
+    (cell,) = store.winners("h200", ResultFilter(numerics_key=key))
     assert cell.served is not None
     assert cell.served.row.to_config() == Config()
     (free,) = store.winners("h200")

@@ -6,8 +6,9 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from datetime import datetime, timedelta, timezone
 from typing import Any
 
 import pytest
@@ -368,6 +369,48 @@ def test_overall_is_one_servable_config_with_the_highest_geometric_mean(store: S
         math.sqrt(560 * 510 / 500 / 560) - 1, abs=0.003
     )
     assert answer["spill_bytes"] == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_winners_of_newest_sweeps_are_those_of_all_rows(store: Store, seed: int) -> None:
+    """Rows of any age and fate in several sweeps: reading what may count gives what reading everything gives."""
+    draw = random.Random(seed)
+    runs = [
+        store.start_run(replace(RUN, uuid=f"{seed}-{n}", environment={"driver": str(n)}))
+        for n in range(3)
+    ]
+    for _ in range(60):
+        config = draw.choice((SERVED, SHIFT, TWO_PASS, ASCENDING)).with_(
+            num_stages=draw.choice((2, 3))
+        )
+        row = measured(config, draw.uniform(300, 600), shape(draw.choice((1024, 2048))))
+        made = datetime(2026, 1, 1, tzinfo=timezone.utc) + timedelta(seconds=draw.randrange(50))
+        status = draw.choice(("ok", "ok", "ok", "nondeterministic", "timeout"))
+        key = draw.choice("ab")
+        store.add(draw.choice(runs), replace(row, status=status, created_at=made, numerics_key=key))
+    everything = store.candidates("h200")
+    assert store.winners("h200") == winners(everything)
+    half = ResultFilter(seq_len=2048)
+    assert store.winners("h200", half) == winners(store.candidates("h200", half))
+    kept = [p for p in everything if p[0].numerics_key == "a" or p[0].status == "nondeterministic"]
+    assert store.winners("h200", ResultFilter(numerics_key="a")) == winners(kept)
+
+
+def test_history_that_cannot_count_is_not_read(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    later = store.start_run(replace(RUN, uuid="later", environment={"driver": "later"}))
+    store.add(later, measured(SERVED, 450, shape(8192)))
+    read: list[ResultRow] = []
+    stored = ResultRow.stored
+
+    def noted(values: Mapping[str, Any]) -> ResultRow:
+        read.append(stored(values))
+        return read[-1]
+
+    monkeypatch.setattr(ResultRow, "stored", noted)
+    assert len(store.winners("h200")) == 2
+    assert [row.run_uuid for row in read if row.seq_len == 8192] == ["later"]
 
 
 def test_best_names_the_winner_over_all_and_by_seq_len(store: Store) -> None:

@@ -60,8 +60,8 @@ def earlier(store: Store, settings: SweepSettings, run: RunInfo, items: Iterable
 
 def rows_of_sweep(store: Store, settings: SweepSettings, run: RunInfo) -> list[ResultRow]:
     """Rows of this environment and policy that decide who wins, oldest first; also those that failed a gate."""
-    found = store.candidates(settings.gpu, source=settings.source)
-    return [row for row, sweep in found if sweep == run.sweep]
+    found = store.candidates(settings.gpu, source=settings.source, sweep=run.sweep)
+    return [row for row, _ in found]
 
 
 def due_finals(

@@ -10,9 +10,8 @@ from typing import Any
 from dash_kernels.device import environment_difference, software
 from dash_kernels.numerics import config_key
 from dash_kernels.problem import Config, Problem, supports
-from tuner.results import ResultFilter, ResultRow, Store
+from tuner.results import ResultFilter, Store
 from tuner.space import INTERLEAVED, Candidate, SpaceFilter, baseline_config, space
-from tuner.winners import FAILED_CHECKS, Cell, winners
 
 STAGES = (1, 2, 3, 4)
 DQ_STAGES = (2, 3, 4)
@@ -102,12 +101,3 @@ def _explained(key: str, gpu: str, about: dict[str, Any], store: Store) -> str:
 
 def _said(value: Any) -> str:
     return str(value)[:12]
-
-
-def winners_keeping(store: Store, gpu: str, filters: ResultFilter, key: str) -> list[Cell]:
-    """Winners among the rows of one numerics key; a config that failed a gate stays out whatever its other rows say."""
-
-    def counts(row: ResultRow) -> bool:
-        return row.numerics_key == key or row.status in FAILED_CHECKS
-
-    return winners(pair for pair in store.candidates(gpu, filters) if counts(pair[0]))

@@ -10,7 +10,6 @@ from dash_kernels.problem import MASKS
 from tuner.command import UsageError
 from tuner.results import ResultFilter, Store
 from tuner.results.rows import SOURCES
-from tuner.same_bits import winners_keeping
 from tuner.space import SpaceFilter
 from tuner.winners import Cell, Winner
 
@@ -80,12 +79,9 @@ def show(
         raise UsageError(f"only measured rows have a numerics key; --source is {source}")
     with _open(db) as store:
         gpu = _gpu(store, gpu)
-        filters = ResultFilter(mask=mask, head_dim=head_dim)
         _check_key(store, gpu, numerics_key)
-        if numerics_key:
-            cells = winners_keeping(store, gpu, filters, numerics_key)
-        else:
-            cells = store.winners(gpu, filters, source=source)
+        filters = ResultFilter(mask=mask, head_dim=head_dim, numerics_key=numerics_key or None)
+        cells = store.winners(gpu, filters, source=source)
         if as_json:
             print(
                 json.dumps(
@@ -178,9 +174,7 @@ def export(
             print(f"{count} rows of {gpu} in {output}")
             return
         if output.suffix == ".json" and not output.name.endswith(".t4.json"):
-            cells = (
-                winners_keeping(store, gpu, ResultFilter(), numerics_key) if numerics_key else None
-            )
+            cells = store.winners(gpu, ResultFilter(numerics_key=numerics_key or None))
             table = exporting.lookup_table(store, gpu, name or f"{gpu}-draft", cells=cells)
             content = exporting.table_json(table)
         elif output.name.endswith((".t4.json", ".csv", ".parquet")):

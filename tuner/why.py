@@ -9,7 +9,7 @@ from typing import Any
 from dash_kernels.device import environment_difference, software
 from dash_kernels.problem import DTYPES, MASKS, Problem
 from tuner.policy import MeasurementPolicy
-from tuner.results import ResultRow, Store
+from tuner.results import ResultFilter, ResultRow, Store
 from tuner.winners import CELL_FIELDS, FAILED_CHECKS, Cell, cost, is_final, resident
 
 NAMES = {"d": "head_dim", "s": "seq_len", "d_v": "head_dim_v"}
@@ -123,7 +123,7 @@ def of_row(number: int, store: Store) -> Explanation:
         raise NotUnderstood(f"--why {number}: {store.where} has no row of this number")
     row = found[0]
     about = f"row {number}: {row.gpu} {row.to_problem().label()}: {row.to_config().label()}"
-    cells = [cell for cell in store.winners(row.gpu, source=row.source) if _is_of(cell, row)]
+    cells = store.winners(row.gpu, _cell_of(row), source=row.source)
     reasons = [
         *_flaws(row),
         *_standing(row, cells[0] if cells else None, store),
@@ -135,8 +135,8 @@ def of_row(number: int, store: Store) -> Explanation:
     )
 
 
-def _is_of(cell: Cell, row: ResultRow) -> bool:
-    return all(getattr(cell, name) == getattr(row, name) for name in CELL_FIELDS)
+def _cell_of(row: ResultRow) -> ResultFilter:
+    return ResultFilter(**{name: getattr(row, name) for name in CELL_FIELDS})
 
 
 def _decides(row: ResultRow, cell: Cell) -> bool:
@@ -166,14 +166,14 @@ def _standing(row: ResultRow, cell: Cell | None, store: Store) -> Iterator[str]:
     if run.sweep != cell.sweep:
         yield "another sweep decides its cell: a newer one, or one that has a config to serve"
         return
-    pairs = [r for r, sweep in store.candidates(row.gpu, source=row.source) if sweep == run.sweep]
+    found = store.candidates(row.gpu, _cell_of(row), source=row.source, sweep=run.sweep)
+    pairs = [other for other, _ in found]
     same = [other for other in pairs if other.config_hash == row.config_hash]
     if any(other.status in FAILED_CHECKS for other in same):
         yield "another row of this config failed a gate in this sweep"
     if same and same[-1].id != row.id:
         yield f"row {same[-1].id} is a newer one of the same config"
-    final = [other for other in pairs if _is_of(cell, other) and is_final(other)]
-    if final and not is_final(row):
+    if any(is_final(other) for other in pairs) and not is_final(row):
         yield "a final round has decided since: its leaders were sampled in turn"
     for name, winner in (("served", cell.served), ("best", cell.best)):
         if winner is None or winner.row.id == row.id:

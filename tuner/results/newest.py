@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import Select, func, select
+from sqlalchemy import Select, func, or_, select
 
 from tuner.results.models import Result, Run
-from tuner.results.rows import ResultRow, RunInfo
-from tuner.results.store import IDS_A_QUERY, ROW_FIELDS, RUN_FIELDS, Store
-from tuner.winners import CELL_FIELDS, FAILED_CHECKS
+from tuner.results.rows import ResultFilter, ResultRow, RunInfo
+from tuner.results.store import ANY, IDS_A_QUERY, ROW_FIELDS, RUN_FIELDS, Store, matching
+from tuner.winners import CELL_FIELDS, FAILED_CHECKS, Cell, winners
 
 SWEEP = Run.environment_key + ":" + Run.policy_key
 DECIDING = ("ok", *FAILED_CHECKS)
@@ -28,28 +29,62 @@ class Group:
     age: Age
 
 
-def groups(store: Store, gpu: str, source: str, after_id: int, until_id: int) -> list[Group]:
+def standing(
+    store: Store,
+    gpu: str,
+    filters: ResultFilter = ANY,
+    *,
+    source: str = "measured",
+    until_id: int,
+) -> list[Cell]:
+    """The winners of each cell, as ``winners`` finds them among all of ``Store.candidates``.
+
+    Per cell the rows of its newest sweep are read, and of older ones until one has a config to serve. Of a filter's
+    ``numerics_key`` are the rows that may win; one that failed a gate counts whatever its key.
+    """
+    sweeps: dict[tuple[Any, ...], list[Group]] = defaultdict(list)
+    for group in groups(store, gpu, source, 0, until_id, filters):
+        sweeps[group.cell].append(group)
+    cells: list[Cell] = []
+    for cell, found in sorted(sweeps.items()):
+        rows: list[tuple[ResultRow, str]] = []
+        taken: list[Cell] = []
+        for group in sorted(found, key=lambda group: group.age, reverse=True):
+            rows = rows_of(store, cell, source, group.sweep, until_id, filters) + rows
+            taken = winners(rows)
+            if taken and taken[0].served:
+                break
+        cells += taken
+    return cells
+
+
+def groups(
+    store: Store, gpu: str, source: str, after_id: int, until_id: int, filters: ResultFilter = ANY
+) -> list[Group]:
     """Cells and sweeps that have rows with ``after_id`` < id <= ``until_id``, of those that decide who wins."""
     cell = [getattr(Result, name) for name in CELL_FIELDS]
     query = (
         select(*cell, SWEEP, func.max(Result.created_at), func.max(Result.id))
         .join(Run, Run.id == Result.run_id)
-        .where(Result.gpu == gpu, Result.source == source, Result.status.in_(DECIDING))
-        .where(Result.id > after_id, Result.id <= until_id)
+        .where(Result.gpu == gpu, Result.id > after_id, Result.id <= until_id)
         .group_by(*cell, SWEEP)
     )
     with store.reading() as connection:
-        return [
-            Group(tuple(row[:-3]), row[-3], (row[-2], row[-1])) for row in connection.execute(query)
-        ]
+        found = connection.execute(_deciding(query, source, filters))
+        return [Group(tuple(row[:-3]), row[-3], (row[-2], row[-1])) for row in found]
 
 
 def rows_of(
-    store: Store, cell: tuple[Any, ...], source: str, sweep: str, until_id: int
+    store: Store,
+    cell: tuple[Any, ...],
+    source: str,
+    sweep: str,
+    until_id: int,
+    filters: ResultFilter = ANY,
 ) -> list[tuple[ResultRow, str]]:
     """The deciding rows of one cell in one sweep, oldest first, as ``Store.candidates`` answers them."""
     environment, _, policy = sweep.partition(":")
-    query = _rows().where(Result.source == source, Result.status.in_(DECIDING))
+    query = _deciding(_rows(), source, filters)
     for name, value in zip(CELL_FIELDS, cell, strict=True):
         query = query.where(getattr(Result, name) == value)
     query = query.where(Run.environment_key == environment, Run.policy_key == policy)
@@ -57,6 +92,17 @@ def rows_of(
     with store.reading() as connection:
         found = [ResultRow.stored(dict(row._mapping)) for row in connection.execute(query)]
     return [(row, sweep) for row in found]
+
+
+def _deciding(query: Select[Any], source: str, filters: ResultFilter) -> Select[Any]:
+    key = filters.numerics_key
+    query = matching(query, replace(filters, source=source, status=None, numerics_key=None))
+    query = query.where(Result.status.in_(DECIDING))
+    return (
+        query
+        if key is None
+        else query.where(or_(Result.numerics_key == key, Result.status != "ok"))
+    )
 
 
 def counts(store: Store, after_id: int, until_id: int) -> dict[tuple[str, str, str], int]:

@@ -26,7 +26,7 @@ from tuner.results.rows import (
     finite,
     utc_now,
 )
-from tuner.winners import FAILED_CHECKS, Cell, winners
+from tuner.winners import FAILED_CHECKS, Cell
 
 RUN_FIELDS = tuple(f.name for f in fields(RunInfo))
 ROW_FIELDS = tuple(f.name for f in fields(ResultRow) if f.name != "run_uuid")
@@ -205,7 +205,7 @@ class Store:
         self, filters: ResultFilter = ANY, limit: int | None = 1000, after_id: int = 0
     ) -> list[ResultRow]:
         """Rows with id > ``after_id`` in the order of ids: pass the last id of a page to get the next one."""
-        query = _matching(_rows(), filters).where(Result.id > after_id).order_by(Result.id)
+        query = matching(_rows(), filters).where(Result.id > after_id).order_by(Result.id)
         if limit is not None:
             query = query.limit(limit)
         with self.reading() as connection:
@@ -219,7 +219,7 @@ class Store:
 
     def count(self, filters: ResultFilter = ANY) -> int:
         with self.reading() as connection:
-            return int(connection.scalar(_matching(select(func.count(Result.id)), filters)) or 0)
+            return int(connection.scalar(matching(select(func.count(Result.id)), filters)) or 0)
 
     # -- winners ----------------------------------------------------------------------------------------------------
 
@@ -235,11 +235,13 @@ class Store:
 
         ``until_id`` looks at rows up to this id only: what was known at the time of a release.
         """
+        from tuner.results.newest import standing
+
         last = self.last_result_id()
-        until_id = last if until_id is None else min(until_id, last)
+        last = last if until_id is None else min(until_id, last)
         return self.remember(
-            ("winners", gpu, filters, source, until_id),
-            lambda: winners(self.candidates(gpu, filters, source=source, until_id=until_id)),
+            ("winners", gpu, filters, source, last),
+            lambda: standing(self, gpu, filters, source=source, until_id=last),
         )
 
     def remember(self, key: Hashable, compute: Callable[[], T]) -> T:
@@ -265,19 +267,23 @@ class Store:
         filters: ResultFilter = ANY,
         *,
         source: str = "measured",
-        until_id: int | None = None,
+        sweep: str | None = None,
     ) -> list[tuple[ResultRow, str]]:
-        """Rows that decide who wins, oldest first, each with the name of its sweep (environment and policy)."""
+        """Rows that decide who wins, oldest first, each with the name of its sweep (environment and policy).
+
+        ``sweep``: of this one only.
+        """
         query = _rows().add_columns((Run.environment_key + ":" + Run.policy_key).label("sweep"))
-        query = _matching(query, replace(filters, gpu=gpu, source=source, status=None))
+        query = matching(query, replace(filters, gpu=gpu, source=source, status=None))
         query = query.where(Result.status.in_(("ok", *FAILED_CHECKS)))
-        if until_id is not None:
-            query = query.where(Result.id <= until_id)
+        if sweep is not None:
+            environment, _, policy = sweep.partition(":")
+            query = query.where(Run.environment_key == environment, Run.policy_key == policy)
         with self.reading() as connection:
             query = query.order_by(Result.created_at, Result.id)
             found = [dict(row._mapping) for row in connection.execute(query)]
         return [
-            (ResultRow.stored(values), sweep) for values in found for sweep in [values.pop("sweep")]
+            (ResultRow.stored(values), name) for values in found for name in [values.pop("sweep")]
         ]
 
     def last_result_id(self) -> int:
@@ -403,7 +409,7 @@ def _rows() -> Select[Any]:
     return select(*columns, Run.uuid.label("run_uuid")).join(Run, Run.id == Result.run_id)
 
 
-def _matching(query: Select[Any], filters: ResultFilter) -> Select[Any]:
+def matching(query: Select[Any], filters: ResultFilter) -> Select[Any]:
     for name, value in filters.equalities().items():
         query = query.where(getattr(Result, name) == value)
     if filters.since is not None:

@@ -153,6 +153,9 @@ def main() -> None:
     parser.add_argument(
         "--seq-len", type=lambda x: [int(n) for n in x.split(",")], default=SEQ_LENS
     )
+    parser.add_argument(
+        "--head-dim", type=lambda x: [int(n) for n in x.split(",")], default=(64, 128)
+    )
     options = parser.parse_args()
     scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     found: dict[str, Any] = {
@@ -161,7 +164,8 @@ def main() -> None:
         "environment": environment(),
         "rows": [],
     }
-    q, k, v = inputs(1, 512, 8, 128)
+    head_dim = options.head_dim[-1]
+    q, k, v = inputs(1, 512, 8, head_dim)
     found["host_us"] = {
         "forward": {n: host_microseconds(c) for n, c in forwards(q, k, v, True).items()},
         "training_step": {
@@ -170,22 +174,22 @@ def main() -> None:
     }
     found["groups"] = []
     for heads_kv in (32, 8, 1):
-        q, k, v = inputs(4, 4096, 32, 128, heads_kv)
-        flops = 3.5 * 4 * 4 * 32 * 4096**2 * 128 / 2
-        steps = training_steps(q, k, v, True)
+        q, k, v = inputs(4, 4096, 32, head_dim, heads_kv)
+        flops = 3.5 * 4 * 4 * 32 * 4096**2 * head_dim / 2
+        step = training_steps(q, k, v, True)["dash"]
         row = {
             "heads": 32,
             "heads_kv": heads_kv,
-            "head_dim": 128,
+            "head_dim": head_dim,
             "mask": "causal",
             "seq_len": 4096,
             "batch": 4,
         }
         found["groups"].append(
-            {**row, "training_step": tflops(steps, flops, options.rounds, scratch)}
+            {**row, **tflops({"training_step": step}, flops, options.rounds, scratch)}
         )
     print(json.dumps({name: found[name] for name in ("host_us", "groups")}), flush=True)
-    for head_dim in (64, 128):
+    for head_dim in options.head_dim:
         for causal in (False, True):
             for seq_len in options.seq_len:
                 batch, heads = TOKENS // seq_len, HIDDEN // head_dim

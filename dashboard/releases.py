@@ -111,6 +111,8 @@ def section(
     gpu = snapshot.gpu
     if answers is None:
         line = f"None yet: dash-tune release --gpu {gpu} freezes the winners shown here."
+        if known:
+            line = "None of them answers /best here: the release to which this server is pinned does not exist."
         return {"rows": rows, "line": line, "newer": False}
     newer = unreleased(store, snapshot, answers)
     if newer is None:

@@ -174,7 +174,7 @@ def create_router(
     reading: Sequence[Any] = (),
 ) -> APIRouter:
     """Pages over ``store``. Nothing here is part of the API's schema.
-    ``release_of`` answers the release that /best answers from; ``reading`` are dependencies of what reads the store.
+    ``release_of`` answers the release that /best answers from, or raises LookupError where it does not exist; ``reading`` are dependencies of what reads the store.
     """
     router = APIRouter(include_in_schema=False)
     board = Board(store, snapshots, default_gpu)
@@ -188,7 +188,11 @@ def create_router(
         report, runs = board.report(snapshot.gpu, snapshot.source, filters.run)
         if filters.run is not None and (report is None or report.run_id != filters.run):
             notices.append(f"There is no run {filters.run} of {snapshot.gpu}; the newest is shown.")
-        release = release_of(snapshot.gpu)
+        release = None
+        try:
+            release = release_of(snapshot.gpu)
+        except LookupError as error:
+            notices.append(f"/best answers nothing for {snapshot.gpu}: {error}.")
         page = views.build_page(
             snapshot,
             filters,

@@ -66,7 +66,7 @@ def create_app(store: Store, settings: Settings | None = None) -> FastAPI:
     openapi.install(app, settings.root_path)
     pages = create_router(store, snapshots, context.release, settings.default_gpu, reading)
     app.include_router(pages)
-    app.add_middleware(Cacheable, state=fresh.now, peek=fresh.peek)
+    app.add_middleware(Cacheable, state=fresh.current)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware,

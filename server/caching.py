@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-from collections.abc import Callable, Hashable
+from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -119,8 +119,8 @@ class Cacheable:
     answered from memory until the state changes, without asking anything but the state.
     """
 
-    def __init__(self, app: ASGIApp, state: Callable[[], Any], peek: Callable[[], Any]) -> None:
-        self.app, self._state, self._peek = app, state, peek
+    def __init__(self, app: ASGIApp, state: Callable[[], Awaitable[Any]]) -> None:
+        self.app, self._state = app, state
         self._held = Held()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -133,10 +133,8 @@ class Cacheable:
         key, state = None, None
         if _is_held(scope):
             key = (scope["path"], scope["query_string"])
-            state = self._peek()
-            if state is None:
-                with contextlib.suppress(StoreError):  # the application says it better
-                    state = await run_in_threadpool(self._state)
+            with contextlib.suppress(StoreError):  # the application says it better
+                state = await self._state()
             found = self._held.get(state, key) if state is not None else None
             if found is not None:
                 scope["route"] = found.route

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import logging
 import os
 import socket
@@ -17,6 +18,7 @@ from server import logs
 if TYPE_CHECKING:
     from server.deps import Context
     from server.settings import Settings
+    from tuner.results.store import Store
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 log = logging.getLogger("dash.server")
@@ -104,30 +106,56 @@ def _prepare(settings: Settings) -> str:
     from tuner.results.rows import StoreError
 
     try:
-        return _open(settings.db, settings.read_only)
+        return _open(settings, settings.db, settings.read_only)
     except StoreError as error:
         if settings.read_only:
             _stop(str(error))
         try:
-            where = _open(settings.db, read_only=True)
+            where = _open(settings, settings.db, read_only=True)
             log.warning("%s; serving it read-only", error)
         except StoreError:
             if settings.db is not None or _default_exists():
                 _stop(str(error))
+            _open(settings, MEMORY, read_only=False)
             where, os.environ["DASH_DB"] = "what ships with the package, read-only", MEMORY
             log.warning("%s, to keep results", error)
         os.environ["DASH_READ_ONLY"] = "1"
         return where
 
 
-def _open(db: str | None, read_only: bool) -> str:
+def _open(settings: Settings, db: str | None, read_only: bool) -> str:
     from tuner.results.store import Store
 
     with Store.open(db, read_only=read_only) as store:
         added = 0 if read_only else store.load_shipped()
         if added:
             log.info("loaded %d measured rows that ship with the package", added)
+        _check_names(settings, store)
         return store.where
+
+
+def _check_names(settings: Settings, store: Store) -> None:
+    """Stop where a setting names a GPU that neither the package nor the database knows; a known one needs no rows yet.
+
+    A pinned release that is not there is a warning: other GPUs are answered, and it may be imported later.
+    """
+    from dash_kernels.device import GPUS
+
+    known = [*GPUS, *sorted(set(store.gpus()) - set(GPUS))]
+    named = [("DASH_SERVE_RELEASE", gpu) for gpu in settings.serve_release]
+    if settings.default_gpu is not None:
+        named.append(("DASH_DEFAULT_GPU", settings.default_gpu))
+    for variable, gpu in named:
+        if gpu not in known:
+            _stop(
+                f"{variable} names GPU {gpu!r}, which is unknown and has no rows in this database; "
+                f"choose one of {', '.join(known)}, or leave it out until its rows are stored"
+            )
+    for gpu, number in settings.serve_release.items():
+        if number not in {release.id for release in store.releases(gpu)}:
+            log.warning(
+                "DASH_SERVE_RELEASE pins %s to release %d, which is not there: its calls are 404", gpu, number
+            )
 
 
 def _default_exists() -> bool:
@@ -206,7 +234,11 @@ def application() -> object:
 
 
 def _warm(context: Context) -> None:
-    """Take every GPU's snapshot before somebody asks for it, the default one first: of a large database that takes seconds."""
+    """Take every GPU's snapshot before somebody asks for it, the default one first: of a large database that takes seconds.
+
+    What is held then stays, so the garbage collector is told to pass over it: a full collection of a million rows'
+    snapshots stops every answer for 200 ms.
+    """
     from tuner.results.rows import StoreError
 
     try:
@@ -215,6 +247,8 @@ def _warm(context: Context) -> None:
             context.snapshots.of(gpu)
     except StoreError as error:
         log.warning("%s", error)
+    gc.collect()
+    gc.freeze()
 
 
 def _stop(line: str) -> NoReturn:

@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any
 
 from fastapi.responses import JSONResponse
-from starlette.concurrency import run_in_threadpool
 
 from dash_kernels.device import GPUS
 from dashboard.snapshot import Snapshots
@@ -20,6 +19,13 @@ from server.settings import Settings
 from tuner.export import rfc3339
 from tuner.results.rows import Release
 from tuner.results.store import Store
+
+NAMED = 5
+"""Releases that an error lists."""
+
+
+class NoRelease(ApiError, LookupError):
+    """A release that is named, in the call or the settings, does not exist."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +40,7 @@ class Context:
 
     async def answering(self) -> None:
         """Dependency of every call that reads the database: 503 where it is away, also where its file is gone."""
-        if self.fresh.peek() is None:
-            await run_in_threadpool(self.fresh.now)
+        await self.fresh.current()
 
     def default_gpu(self) -> str:
         """The setting, else :meth:`Snapshots.default_gpu`. 404 where nothing is stored."""
@@ -60,7 +65,7 @@ class Context:
     def release(self, gpu: str, asked: str | None = None) -> Release | None:
         """The release that answers for ``gpu``: the one asked for, else the pinned, else the newest; None for none.
 
-        404 for one that does not exist.
+        Raises NoRelease (404) for one that does not exist.
         """
         wanted: str | int | None = asked
         if wanted is None:
@@ -71,10 +76,19 @@ class Context:
         by_name = {r.name: r for r in known} | {str(r.id): r for r in known}
         found = by_name.get(str(wanted))
         if found is None:
-            names = ", ".join(f"{r.id} ({r.name})" for r in known) or "none"
             why = "" if asked is not None else ", to which DASH_SERVE_RELEASE pins this server,"
-            raise ApiError(404, f"release {wanted} of {gpu}{why} does not exist; there is {names}")
+            names = ", ".join(f"{r.id} ({r.name})" for r in known[:NAMED]) or "none"
+            more = f" and {len(known) - NAMED} older" if len(known) > NAMED else ""
+            line = f"release {str(wanted)[:60]} of {gpu}{why} does not exist; there is {names}{more}"
+            raise NoRelease(404, f"{line}: GET /releases?gpu={gpu} lists them")
         return found
+
+    def answering_release(self, gpu: str) -> Release | None:
+        """The release that answers for ``gpu`` where none is named; None also where the pinned one does not exist."""
+        try:
+            return self.release(gpu)
+        except NoRelease:
+            return None
 
 
 def plain(value: Any) -> Any:

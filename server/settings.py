@@ -7,6 +7,8 @@ from typing import Literal
 from pydantic import Field, SecretStr
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
+from server.params import Count, GpuName
+
 
 class Settings(BaseSettings):
     """What a deployment may choose. Every field is DASH_<NAME> in the environment.
@@ -22,8 +24,8 @@ class Settings(BaseSettings):
     read_only: bool = False
     token: SecretStr | None = None
     tokens_file: str | None = None
-    default_gpu: str | None = None
-    serve_release: dict[str, int] = Field(default_factory=dict)
+    default_gpu: GpuName | None = None
+    serve_release: dict[GpuName, Count] = Field(default_factory=dict)
     root_path: str = Field(default="", pattern=r"^(/[A-Za-z0-9._~-]+)*$")
     max_body_bytes: int = Field(default=16 * 1024 * 1024, ge=1024)
     query_seconds: float = Field(default=30.0, gt=0, le=3600)

@@ -1,4 +1,4 @@
-"""Winners: who may win, who wins a tie, and what ``/best`` answers."""
+"""Winners: who may win, who wins a tie, and which rows are read to find out."""
 
 from __future__ import annotations
 
@@ -15,10 +15,8 @@ import pytest
 
 from dash_kernels.default_rule import default_config
 from dash_kernels.problem import Config, Problem
-from tuner.export import freeze
 from tuner.finals import finalists
 from tuner.results import ResultFilter, ResultRow, RunInfo, Store
-from tuner.results.queries import NotMeasured, Question, best
 from tuner.winners import overall, pick, student_t, winners
 
 PROBLEM = Problem("causal", 128, 4096, batch=4, heads=16)
@@ -343,11 +341,15 @@ SEQ_LENS = (2048, 8192)
 @pytest.fixture
 def store() -> Iterator[Store]:
     with Store.open("sqlite://") as opened:
-        first = opened.start_run(RUN)
-        for config, speeds in SPEEDS.items():
-            for seq_len, tflops in zip(SEQ_LENS, speeds, strict=True):
-                opened.add(first, measured(config, tflops, shape(seq_len)))
-        yield opened
+        yield two_lengths(opened)
+
+
+def two_lengths(store: Store) -> Store:
+    run = store.start_run(RUN)
+    for config, speeds in SPEEDS.items():
+        for seq_len, tflops in zip(SEQ_LENS, speeds, strict=True):
+            store.add(run, measured(config, tflops, shape(seq_len)))
+    return store
 
 
 def shape(seq_len: int) -> Problem:
@@ -411,87 +413,6 @@ def test_history_that_cannot_count_is_not_read(
     monkeypatch.setattr(ResultRow, "stored", noted)
     assert len(store.winners("h200")) == 2
     assert [row.run_uuid for row in read if row.seq_len == 8192] == ["later"]
-
-
-def test_best_names_the_winner_over_all_and_by_seq_len(store: Store) -> None:
-    answer = best(store, Question("h200", "causal", 128))
-    assert (answer["gpu"], answer["matched"], answer["release"]) == ("h200", "exact", None)
-    assert answer["best"]["config"] == TWO_PASS.to_dict()
-    assert list(answer["by_seq_len"]) == ["2048", "8192"]
-    short, long = answer["by_seq_len"].values()
-    assert (short["config"], long["config"]) == (TWO_PASS.to_dict(), SERVED.to_dict())
-    assert long["fastest"]["config"] == SHIFT.to_dict()
-    assert long["fastest"]["min_resident"] == 32
-    assert long["speedup_vs_baseline"] == pytest.approx(2.0, rel=0.01)
-
-
-@pytest.mark.parametrize(
-    ("asked", "answered"), [(8192, 8192), (5000, 8192), (1, 2048), (4096, 2048), (10**6, 8192)]
-)
-def test_a_seq_len_is_answered_exactly_or_by_the_nearest(
-    store: Store, asked: int, answered: int
-) -> None:
-    answer = best(store, Question("h200", "causal", 128, seq_len=asked))
-    assert list(answer["by_seq_len"]) == [str(answered)]
-    assert answer["best"]["seq_len"] == answered
-    assert answer["matched"] == ("exact" if asked == answered else "nearest")
-
-
-def test_batch_and_heads_choose_among_shapes_only_when_asked(store: Store) -> None:
-    small = replace(shape(8192), batch=1, heads=2, heads_kv=2)
-    store.add(1, measured(ASCENDING, 200, small))
-    assert best(store, Question("h200", "causal", 128, seq_len=8192))["best"]["heads"] == 16
-    exact = best(store, Question("h200", "causal", 128, seq_len=8192, batch=1, heads=2))
-    assert (exact["best"]["heads"], exact["matched"]) == (2, "exact")
-    near = best(store, Question("h200", "causal", 128, seq_len=8192, batch=1, heads=4))
-    assert near["matched"] == "nearest"
-
-
-def test_head_groups_are_never_crossed(store: Store) -> None:
-    with pytest.raises(NotMeasured, match="head group 8"):
-        best(store, Question("h200", "causal", 128, heads=16, heads_kv=2))
-    store.add(1, measured(SERVED, 450, replace(shape(8192), heads_kv=2)))
-    answer = best(store, Question("h200", "causal", 128, heads=16, heads_kv=2))
-    assert list(answer["by_seq_len"]) == ["8192"]
-
-
-def test_nothing_measured_says_what_is(store: Store) -> None:
-    with pytest.raises(
-        NotMeasured, match=r"no measured winner for full d=64 .* it has: causal d=128 bfloat16"
-    ):
-        best(store, Question("h200", "full", 64))
-    with pytest.raises(NotMeasured, match="h800 has no .* nothing yet"):
-        best(store, Question("h800", "causal", 128))
-
-
-def test_other_sources_answer_only_when_asked(store: Store) -> None:
-    modelled = replace(RUN, source="modelled")
-    plain = {"tflops": None, "ms": None, "samples": None, "source": "modelled"}
-    store.add(
-        store.start_run(modelled),
-        measured(SERVED, 1, Problem("full", 64, 512), predicted=1.0, **plain),
-    )
-    with pytest.raises(NotMeasured):
-        best(store, Question("h200", "full", 64))
-    answer = best(store, Question("h200", "full", 64, source="modelled"))
-    assert answer["best"]["config"] == SERVED.to_dict()
-    assert answer["best"]["tflops"] is None
-
-
-def test_a_new_row_changes_the_answer_and_a_release_does_not_change(store: Store) -> None:
-    question = Question("h200", "causal", 128)
-    before = best(store, question)["by_seq_len"]
-    release = freeze(store, "h200")
-    store.add(1, measured(SERVED.with_(num_stages=3), 800, shape(8192)))
-    assert best(store, replace(question, release="draft"))["by_seq_len"]["8192"]["tflops"] > 790
-    for asked in (None, release.id, str(release.id), release.name):
-        answer = best(store, replace(question, release=asked))
-        assert (answer["release"], answer["release_id"]) == (release.name, release.id)
-        assert answer["best"]["config"] == TWO_PASS.to_dict()
-        for seq_len, entry in answer["by_seq_len"].items():
-            assert entry["tflops"] == before[seq_len]["tflops"]
-    with pytest.raises(NotMeasured, match=r"release 99 of h200 does not exist; there is 1 \(h200-"):
-        best(store, replace(question, release=99))
 
 
 def test_winners_are_computed_once_until_a_row_comes(store: Store) -> None:

@@ -148,7 +148,7 @@ def _listed(context: Context, releases: list[Release]) -> list[dict[str, Any]]:
         of_gpu.setdefault(release.gpu, []).append(release)
     found: dict[int | None, dict[str, Any]] = {}
     for gpu, known in of_gpu.items():
-        answering = context.release(gpu)
+        answering = context.answering_release(gpu)
         for info in described(context.store, known, answering.id if answering else None):
             found[info["id"]] = info
     return [found[release.id] for release in releases]

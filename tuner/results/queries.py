@@ -9,7 +9,6 @@ from typing import Any
 
 from dash_kernels.problem import Problem
 from tuner.results.rows import Release, option_values
-from tuner.results.store import Store
 from tuner.winners import Cell, overall
 
 DRAFT = "draft"
@@ -67,43 +66,14 @@ class Question:
         }
 
 
-def best(store: Store, question: Question) -> dict[str, Any]:
-    """``{gpu, mask, ..., release, matched, best, by_seq_len}``, JSON-ready.
+def answer(q: Question, release: Release | None, live: Sequence[Cell] = ()) -> dict[str, Any]:
+    """``{gpu, mask, ..., release, matched, best, by_seq_len}``, JSON-ready, out of ``release``, or without one out of the
+    ``live`` cells of the GPU and source.
 
     ``by_seq_len`` maps each measured seq len to the config to serve there, with its shape, and under ``fastest`` the
     best config of all where that one needs ``allow_resident``. ``best`` is the one config with the highest geometric
     mean over the seq lens; with ``seq_len`` it is the entry of that seq len or of the nearest. Raises NotMeasured.
     """
-    release = find_release(store, question)
-    state = release.id if release else f"rows-{store.last_result_id()}"
-    return store.remember(
-        (question, state),
-        lambda: answer(
-            question,
-            release,
-            () if release else store.winners(question.gpu, source=question.source),
-        ),
-    )
-
-
-def find_release(store: Store, question: Question) -> Release | None:
-    """The release that answers, None for the rows as they are. Raises NotMeasured for one that does not exist."""
-    wanted = question.release
-    if wanted == DRAFT or question.source != "measured":
-        return None
-    if wanted is None:
-        return store.get_release(gpu=question.gpu)
-    known = store.releases(question.gpu)
-    by_name = {r.name: r for r in known} | {str(r.id): r for r in known}
-    found = by_name.get(str(wanted))
-    if found is None:
-        names = ", ".join(f"{r.id} ({r.name})" for r in known) or "none"
-        raise NotMeasured(f"release {wanted} of {question.gpu} does not exist; there is {names}")
-    return found
-
-
-def answer(q: Question, release: Release | None, live: Sequence[Cell] = ()) -> dict[str, Any]:
-    """:func:`best` out of a release, or without one out of the ``live`` cells of the GPU and source."""
     kind = q.kind
     cells: list[dict[str, Any]] = (
         release.to_dict()["cells"] if release else [cell.to_dict() for cell in live]

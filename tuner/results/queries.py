@@ -24,8 +24,8 @@ class NotMeasured(LookupError):
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is asked. ``release`` is a number, a name, ``draft`` for the rows as they are now, or None: the newest
-    release of the GPU, and where it has none the rows as they are now.
+    """What is asked. ``release`` is a number, a name, ``draft`` for the rows as they are now, or None for
+    the newest release of the GPU.
 
     Without ``heads`` and ``heads_kv`` the head group is 1. Mask, head_dim, dtype, head group and the options (window,
     ``head_dim_v``, 0 being head_dim, softcap, varlen) must agree exactly; ``seq_len``, ``batch`` and ``heads`` are

@@ -219,17 +219,28 @@ def test_no_rows_still_have_their_header() -> None:
 @pytest.mark.parametrize(
     ("name", "text", "problem"),
     [
-        ("a.csv", "gpu,mask\nh200,full\n", "column 'head_dim' is missing"),
+        ("a.csv", "gpu,mask\nh200,full\n", "a.csv is .* it lacks the columns head_dim, seq_len, "),
+        ("a.csv", "gpu,mask\n", "it lacks the columns head_dim, seq_len, dtype, "),
+        ("a.csv", "", "a.csv is not an export of dash: it lacks the columns mask, head_dim, "),
+        ("a.csv", "\n\n", "it lacks the columns mask, head_dim, "),
         ("a.json", "[]", 'no "kind": "dash-results"'),
         (
             "a.json",
             '{"kind": "dash-results", "format": 9, "runs": []}',
             "format 9; this release reads 1",
         ),
+        ("a.json", '{"kind": "dash-results", "format": 1}', "it lacks 'runs'"),
+        (
+            "a.json",
+            '{"kind": "dash-results", "format": 1, "runs": [1]}',
+            "is not an export of dash",
+        ),
+        ("a.json", "", "is not an export of dash"),
         ("a.json", "{", "is not an export of dash"),
         ("a.json", "[" * 100_000, "is not an export of dash"),
         ("a.json.gz", "plain", "is not an export of dash"),
         ("a.parquet", "plain", "is not an export of dash"),
+        ("a.parquet", "", "is not an export of dash"),
         ("a.xlsx", "", "the ending tells the format"),
     ],
 )

@@ -144,3 +144,38 @@ def test_a_lookup_table_becomes_a_release_and_keeps_its_bytes(tmp_path: Path) ->
     path.write_text(text.replace("549", "650"))
     with Store.open("sqlite://") as store, pytest.raises(StoreError, match="edited or damaged"):
         importing.import_file(store, path)
+
+
+def test_a_foreign_file_is_one_line_and_exit_1_and_an_empty_export_is_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    db = str(tmp_path / "here.sqlite")
+    foreign = tmp_path / "foreign.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"x": pyarrow.array([], pyarrow.int64())}), foreign)
+    (tmp_path / "empty.csv").touch()
+    (tmp_path / "table.json").write_text('{"cells": []}')
+    for name in ("foreign.parquet", "empty.csv", "table.json"):
+        assert dash_tune(monkeypatch, "import", str(tmp_path / name), "--db", db) == 1
+        out, err = capsys.readouterr()
+        assert (out, len(err.splitlines())) == ("", 1)
+        assert name in err
+    for name, content in (
+        ("none.csv", export.rows_csv([], [RUN]).encode()),
+        ("none.parquet", export.rows_parquet([], [RUN])),
+        ("none.json", json.dumps({"format": 1, "kind": "dash-results", "runs": []}).encode()),
+    ):
+        (tmp_path / name).write_bytes(content)
+        assert dash_tune(monkeypatch, "import", str(tmp_path / name), "--db", db) == 0
+        assert capsys.readouterr().out.startswith("0 rows added")
+
+
+def test_a_database_of_another_program_is_said_to_be_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "theirs.sqlite").touch()
+    names = str(tmp_path / "theirs.sqlite"), "--db", str(tmp_path / "here.sqlite")
+    assert dash_tune(monkeypatch, "import", *names) == 2
+    assert "theirs.sqlite holds no table of dash" in capsys.readouterr().err

@@ -204,7 +204,10 @@ def import_(
     ],
     db: Db = None,
 ) -> None:
-    """Merge exported rows or another database; what is there already stays, and conflicts are listed (exit code 3)."""
+    """Merge exported rows or another database; what is there already stays, and conflicts are listed.
+
+    Exit codes: 0 merged; 1 the file is no export; 2 bad usage; 3 merged, with conflicts.
+    """
     from tuner import stored
 
     raise typer.Exit(stored.import_rows(db, file))

@@ -48,6 +48,10 @@ DATABASE_ENDINGS = (".sqlite", ".db")
 REQUIRED = (*PROBLEM_COLUMNS, "gpu", "config", "status", "run_uuid", "environment")
 
 
+class NotAnExport(StoreError):
+    """A file that can be read and is not what export writes: the message names it and what it lacks."""
+
+
 @dataclass(frozen=True, slots=True)
 class Imported:
     """How many rows and releases were new, how many the database had already, and where the two do not agree.
@@ -72,8 +76,8 @@ class Imported:
 def import_file(store: Store, path: str | Path) -> Imported:
     """Merge a .csv, .parquet, .json or .json.gz file, or another database.
 
-    A .json may be rows (a dump or T4) or a lookup table, which becomes a release. Raises StoreError before anything is
-    written.
+    A .json may be rows (a dump or T4) or a lookup table, which becomes a release. Raises StoreError, NotAnExport for what
+    is in the file, before anything is written.
     """
     if "://" in str(path) or Path(path).suffix in DATABASE_ENDINGS:
         return import_database(store, str(path))
@@ -84,11 +88,10 @@ def import_file(store: Store, path: str | Path) -> Imported:
         raise StoreError(f"{path} cannot be read: {error.strerror}") from None
     try:
         if path.suffix == ".csv":
-            runs = _from_flat(
-                csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline="")), _parse_csv
-            )
+            reader = csv.DictReader(io.StringIO(content.decode("utf-8-sig"), newline=""))
+            runs = _from_flat(reader.fieldnames or (), reader, _parse_csv)
         elif path.suffix == ".parquet":
-            runs = _from_flat(_read_parquet(content), _parse_parquet)
+            runs = _from_flat(*_read_parquet(content), _parse_parquet)
         elif path.suffix in (".json", ".gz"):
             data = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)
             if isinstance(data, dict) and "cells" in data:
@@ -100,18 +103,20 @@ def import_file(store: Store, path: str | Path) -> Imported:
                 f"{', '.join(DATABASE_ENDINGS)} or a database URL"
             )
     except TableError as error:
-        raise StoreError(str(error)) from None
+        raise NotAnExport(str(error)) from None
+    except KeyError as error:
+        raise NotAnExport(f"{path} is not an export of dash: it lacks {error}") from error
     except (
         ValueError,
-        KeyError,
         TypeError,
+        AttributeError,
         IndexError,
         OSError,
         EOFError,
         RecursionError,
         csv.Error,
     ) as error:
-        raise StoreError(f"{path} is not an export of dash: {error}") from error
+        raise NotAnExport(f"{path} is not an export of dash: {error}") from error
     return merge(store, runs)
 
 
@@ -279,13 +284,16 @@ def _problem_of(values: dict[str, Any]) -> Problem:
 
 
 def _from_flat(
-    records: Iterable[Mapping[str, Any]], parse: Any
+    columns: Iterable[str], records: Iterable[Mapping[str, Any]], parse: Any
 ) -> list[tuple[RunInfo, list[ResultRow]]]:
+    lacking = [name for name in REQUIRED if name not in set(columns)]
+    if lacking:
+        raise ValueError(f"it lacks the columns {', '.join(lacking)}")
     runs: dict[str, tuple[RunInfo, list[ResultRow]]] = {}
     for record in records:
-        missing = [name for name in REQUIRED if record.get(name) in (None, "")]
-        if missing:
-            raise ValueError(f"column {missing[0]!r} is missing or empty")
+        empty = [name for name in REQUIRED if record.get(name) in (None, "")]
+        if empty:
+            raise ValueError(f"column {empty[0]!r} of a row is empty")
         unknown = sorted(str(name) for name in set(record) - set(ROW_COLUMNS + RUN_COLUMNS))
         if unknown:
             raise ValueError(f"unknown column {unknown[0]!r}")
@@ -314,11 +322,12 @@ def _from_flat(
     return list(runs.values())
 
 
-def _read_parquet(content: bytes) -> list[dict[str, Any]]:
+def _read_parquet(content: bytes) -> tuple[list[str], list[dict[str, Any]]]:
+    """Names of the columns, and the rows."""
     import pyarrow.parquet
 
-    rows: list[dict[str, Any]] = pyarrow.parquet.read_table(io.BytesIO(content)).to_pylist()
-    return rows
+    table = pyarrow.parquet.read_table(io.BytesIO(content))
+    return table.column_names, table.to_pylist()
 
 
 def _parse_parquet(name: str, value: Any) -> Any:
@@ -332,7 +341,9 @@ def _parse_csv(name: str, text: str) -> Any:
     if kind == "float":
         return float(text)
     if kind == "bool":
-        return {"True": True, "False": False}[text]
+        if text not in ("True", "False"):
+            raise ValueError(f"column {name!r} is {text!r}, neither True nor False")
+        return text == "True"
     if kind == "time":
         return time_of(text)
     if kind == "json":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -203,11 +204,18 @@ def _write(output: Path, action: Any) -> Any:
 
 
 def import_rows(db: str | None, source: str) -> int:
-    """Merge a file of rows, a lookup table or another database; 3 when something there is not as it is here."""
-    from tuner.importing import import_file
+    """Merge a file of rows, a lookup table or another database.
+
+    1 when the file is none of these, 3 when something there is not as it is here.
+    """
+    from tuner.importing import NotAnExport, import_file
 
     with _open(db, writing=True) as store:
-        done = import_file(store, source)
+        try:
+            done = import_file(store, source)
+        except NotAnExport as error:
+            print(f"dash-tune: {error}", file=sys.stderr)
+            return 1
         releases = f" and {done.releases} releases" if done.releases else ""
         print(
             f"{done.added} rows{releases} added to {store.where}, {done.known} were there already"

@@ -352,10 +352,11 @@ def _open_sqlite_read_only(path: Path, url: URL) -> Engine:
                 raise
             continue
         if not ready:
+            with errors(url), engine.connect() as connection:
+                version = migrate.current_version(connection)
             engine.dispose()
-            raise StoreError(
-                f"database {path} has an older schema or none; open it once for writing"
-            )
+            holds = f"has the older schema {version}" if version else "holds no table of dash"
+            raise StoreError(f"database {path} {holds}; a command that writes to it mends that")
         return engine
     assert failure is not None
     raise failure

@@ -174,7 +174,9 @@ def create_router(
     reading: Sequence[Any] = (),
 ) -> APIRouter:
     """Pages over ``store``. Nothing here is part of the API's schema.
-    ``release_of`` answers the release that /best answers from, or raises LookupError where it does not exist; ``reading`` are dependencies of what reads the store.
+
+    ``release_of`` answers the release that /best answers from and raises LookupError where the pinned one does not
+    exist; ``reading`` are dependencies of what reads the store.
     """
     router = APIRouter(include_in_schema=False)
     board = Board(store, snapshots, default_gpu)
@@ -228,7 +230,8 @@ def create_router(
         if name == "failures":
             report, _ = board.report(snapshot.gpu, snapshot.source, filters.run)
             return _figure(figures.failures_figure(report.counts if report else {}, theme))
-        raise HTTPException(404, "figures are speedup, tflops, registers, gantt and failures")
+        line = f"there is no figure {name[:60]!r}; there are speedup, tflops, registers, gantt and failures"
+        raise HTTPException(404, line)
 
     @router.get("/static/{name}")
     def static(request: Request, name: str) -> Response:

@@ -130,11 +130,11 @@ def _open(settings: Settings, db: str | None, read_only: bool) -> str:
         added = 0 if read_only else store.load_shipped()
         if added:
             log.info("loaded %d measured rows that ship with the package", added)
-        _check_names(settings, store)
+        check_names(settings, store)
         return store.where
 
 
-def _check_names(settings: Settings, store: Store) -> None:
+def check_names(settings: Settings, store: Store) -> None:
     """Stop where a setting names a GPU that neither the package nor the database knows; a known one needs no rows yet.
 
     A pinned release that is not there is a warning: other GPUs are answered, and it may be imported later.
@@ -154,7 +154,9 @@ def _check_names(settings: Settings, store: Store) -> None:
     for gpu, number in settings.serve_release.items():
         if number not in {release.id for release in store.releases(gpu)}:
             log.warning(
-                "DASH_SERVE_RELEASE pins %s to release %d, which is not there: its calls are 404", gpu, number
+                "DASH_SERVE_RELEASE pins %s to release %d, which is not there: its calls are 404",
+                gpu,
+                number,
             )
 
 
@@ -229,11 +231,11 @@ def application() -> object:
         store.read_only = settings.read_only
     limit_queries(store, settings.query_seconds)
     app = create_app(store, settings)
-    threading.Thread(target=_warm, args=(app.state.context,), daemon=True).start()
+    threading.Thread(target=warm, args=(app.state.context,), daemon=True).start()
     return app
 
 
-def _warm(context: Context) -> None:
+def warm(context: Context) -> None:
     """Take every GPU's snapshot before somebody asks for it, the default one first: of a large database that takes seconds.
 
     What is held then stays, so the garbage collector is told to pass over it: a full collection of a million rows'

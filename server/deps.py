@@ -56,10 +56,9 @@ class Context:
         """The GPU that is meant. 422 for a name that neither the package nor the database knows."""
         if asked is None:
             return self.default_gpu()
-        if asked not in GPUS and asked not in self.snapshots.gpus():
-            raise invalid(
-                "gpu", f"gpu is {asked[:60]!r}, which is not known; known: {', '.join(GPUS)}"
-            )
+        if asked not in GPUS and asked not in (stored := self.snapshots.gpus()):
+            known = ", ".join(dict.fromkeys([*GPUS, *stored]))
+            raise invalid("gpu", f"gpu is {asked[:60]!r}, which is not known; known: {known}")
         return asked
 
     def release(self, gpu: str, asked: str | None = None) -> Release | None:
@@ -79,7 +78,9 @@ class Context:
             why = "" if asked is not None else ", to which DASH_SERVE_RELEASE pins this server,"
             names = ", ".join(f"{r.id} ({r.name})" for r in known[:NAMED]) or "none"
             more = f" and {len(known) - NAMED} older" if len(known) > NAMED else ""
-            line = f"release {str(wanted)[:60]} of {gpu}{why} does not exist; there is {names}{more}"
+            line = (
+                f"release {str(wanted)[:60]} of {gpu}{why} does not exist; there is {names}{more}"
+            )
             raise NoRelease(404, f"{line}: GET /releases?gpu={gpu} lists them")
         return found
 

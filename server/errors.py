@@ -64,6 +64,14 @@ def problem_response(
     return JSONResponse(body, status, headers=headers, media_type="application/problem+json")
 
 
+FORMS = {
+    "name": "letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or digit",
+    "triton": "a version in digits and points, such as 3.6.0",
+    "uuid": "32 hex digits, with or without hyphens",
+}
+"""What a field with a pattern takes, in words."""
+
+
 def describe(errors: Sequence[Any]) -> tuple[str | None, str]:
     """(parameter, one line) for the first of pydantic's errors."""
     first = errors[0]
@@ -71,12 +79,18 @@ def describe(errors: Sequence[Any]) -> tuple[str | None, str]:
     name = ".".join(place) or "body"
     kind, message = first["type"], first["msg"]
     if kind == "extra_forbidden":
-        return name, f"unknown parameter {name!r}"
+        return name, f"unknown parameter {name!r}; /docs lists those of each call"
     if kind == "missing":
         return name, f"{name} is missing"
     if kind == "json_invalid":
         return "body", f"the body is not JSON: {first.get('ctx', {}).get('error', message)}"
+    if name == "body":
+        return name, "the body is not a JSON object; /docs shows what it holds"
     message = message.removeprefix("Value error, ")
+    if kind in ("too_short", "string_too_short"):
+        message = "it is empty"
+    elif kind == "string_pattern_mismatch" and place[-1] in FORMS:
+        message = f"it must be {FORMS[place[-1]]}"
     value = first.get("input")
     shown = f" {str(value)[:60]!r}" if isinstance(value, (str, int, float)) else ""
     if message.startswith(name):

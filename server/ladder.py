@@ -100,7 +100,8 @@ def _unreleased(context: Context, gpu: str) -> str:
         )
     has = sorted({release.gpu for release in context.store.releases()})
     return (
-        f"{gpu} has no measured winner and no release; released: {', '.join(has) or 'nothing yet'}"
+        f"{gpu} has no measured winner and no release; released: {', '.join(has) or 'nothing yet'}; "
+        "dash-tune --gpu auto measures the GPU of a machine"
     )
 
 

@@ -125,7 +125,9 @@ class Guard:
 
     def _too_large(self) -> ASGIApp:
         return problem_response(
-            413, f"the body is larger than the {self.limit} bytes this server takes"
+            413,
+            f"the body is larger than the {self.limit} bytes this server takes; send fewer rows a call, "
+            "or raise DASH_MAX_BODY_BYTES where it runs",
         )
 
 

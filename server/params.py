@@ -38,7 +38,7 @@ def enum(*allowed: str) -> Any:
     return Field(json_schema_extra={"enum": list(allowed)})
 
 
-def _digits(value: Any) -> Any:
+def digits(value: Any) -> Any:
     """Only ASCII digits make a number: no spaces, signs, underscores, points or exponents."""
     wrong = isinstance(value, str) and not (value.isascii() and value.isdecimal())
     if wrong or isinstance(value, bool):
@@ -46,8 +46,8 @@ def _digits(value: Any) -> Any:
     return value
 
 
-Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(_digits)]
-RowId = Annotated[int, Field(ge=0, le=LARGEST_ID), BeforeValidator(_digits)]
+Count = Annotated[int, Field(ge=1, le=LARGEST), BeforeValidator(digits)]
+RowId = Annotated[int, Field(ge=0, le=LARGEST_ID), BeforeValidator(digits)]
 
 
 def _gpu_key(value: str) -> str:
@@ -132,7 +132,7 @@ Flag = Annotated[bool, BeforeValidator(_flag)]
 
 def _edge(value: Any) -> Any:
     """A window's edge: -1, or a whole number."""
-    return -1 if value == "-1" else _digits(value)
+    return -1 if value == "-1" else digits(value)
 
 
 Edge = Annotated[int, Field(ge=-1, le=LARGEST), BeforeValidator(_edge)]
@@ -243,7 +243,7 @@ class ResultsQuery(Shape):
     )
     until: Time | None = Field(None, description="Rows stored at or before this time.")
     cursor: RowId = Field(0, description="`next_cursor` of the page before.", examples=[0])
-    limit: Annotated[int, Field(ge=1, le=1000), BeforeValidator(_digits)] = 100
+    limit: Annotated[int, Field(ge=1, le=1000), BeforeValidator(digits)] = 100
     format: Literal["json", "csv", "parquet"] = "json"
 
 
@@ -258,13 +258,13 @@ class ScheduleQuery(Strict):
     block_m: Count = 64
     block_n: Count = 128
     group: Count = 1
-    slots: Annotated[int, Field(ge=1, le=4096), BeforeValidator(_digits)] = 132
-    heads: Annotated[int, Field(ge=1, le=256), BeforeValidator(_digits)] = 1
+    slots: Annotated[int, Field(ge=1, le=4096), BeforeValidator(digits)] = 132
+    heads: Annotated[int, Field(ge=1, le=256), BeforeValidator(digits)] = 1
     c: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 1.0
     r: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.3
     l: Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)] = 0.0  # noqa: E741  (the paper's letter)
     launch_order: Order | None = None
-    heads_interleaved: Annotated[int, Field(ge=0, le=256), BeforeValidator(_digits)] = 1
+    heads_interleaved: Annotated[int, Field(ge=0, le=256), BeforeValidator(digits)] = 1
 
 
 class NoQuery(Strict):

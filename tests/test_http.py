@@ -41,6 +41,44 @@ def client(store: Store) -> TestClient:
     return TestClient(create_app(store, Settings(log_requests=True)))
 
 
+# -- wording --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [BEST, "/table", "/releases/diff?new=99", BEST + "&release=99"])
+def test_a_release_that_does_not_exist_is_named_with_those_that_do(store: Store, path: str) -> None:
+    client = TestClient(create_app(store, Settings(serve_release={"NVIDIA H200": 99})))
+    answer = client.get(path)
+    assert (answer.status_code, answer.headers["content-type"]) == (404, "application/problem+json")
+    said = answer.json()["detail"]
+    for word in ("release 99 of h200", "1 (fake-1)", "GET /releases?gpu=h200"):
+        assert word in said
+    assert ("DASH_SERVE_RELEASE" in said) == ("99" not in path)
+
+
+def test_releases_are_listed_and_pages_shown_though_the_pinned_one_does_not_exist(
+    store: Store,
+) -> None:
+    client = TestClient(create_app(store, Settings(serve_release={"h200": 99})))
+    assert [r["served"] for r in client.get("/releases").json()] == [False]
+    page = client.get("/").text
+    assert "/best answers nothing for h200: release 99 of h200" in page
+    assert "None of them answers /best here" in page
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("/releases/x", "release_id is 'x': it must be a whole number"),
+        ("/best?mask=causal&d=128&gpu=", "gpu is '': it is empty"),
+        ("/best?mask=causal&d=128&triton=abc", "such as 3.6.0"),
+        ("/gpus?colour=1", "unknown parameter 'colour'; /docs lists"),
+        ("/figures/pie", "there is no figure 'pie'; there are speedup"),
+    ],
+)
+def test_an_error_says_what_would_do(client: TestClient, path: str, said: str) -> None:
+    assert said in client.get(path).json()["detail"]
+
+
 # -- caches ---------------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import subprocess
@@ -12,11 +13,15 @@ from typing import Any
 
 import httpx
 import pytest
-from fake_rows import fill
+import typer
+from fake_rows import fake_problem, fake_row, fill
 
+from dash_kernels.problem import Config
 from server.app import create_app
+from server.cli import check_names, warm
 from server.settings import Settings
 from tuner.export import freeze
+from tuner.results.rows import RunInfo
 from tuner.results.store import Store
 
 
@@ -90,6 +95,52 @@ def test_serve_names_what_is_wrong(tmp_path: Path) -> None:
     pinned = serve("--port", "0", DASH_SERVE_RELEASE="h200:3")
     assert (pinned.returncode, pinned.stderr.count("\n")) == (2, 1)
     assert 'DASH_SERVE_RELEASE is not JSON; write it as {"h200": 3}' in pinned.stderr
+    unknown = serve("--port", "0", DASH_DEFAULT_GPU="nope", DASH_DB=str(tmp_path / "new.db"))
+    assert unknown.returncode == 2
+    assert "DASH_DEFAULT_GPU names GPU 'nope'" in unknown.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("chosen", "wrong"),
+    [
+        ({"default_gpu": "NVIDIA H800"}, ""),  # known, and without rows yet
+        ({"default_gpu": "fake-chip"}, ""),  # unknown, and with rows
+        ({"default_gpu": "other-chip"}, "DASH_DEFAULT_GPU names GPU 'other-chip'"),
+        ({"serve_release": {"h20O": 1}}, "DASH_SERVE_RELEASE names GPU 'h20O'"),
+    ],
+)
+def test_a_gpu_in_the_settings_is_known_or_has_rows(
+    chosen: dict[str, Any], wrong: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open("sqlite://") as store:
+        run = store.start_run(RunInfo("fake-chip", {"note": "FAKE"}, {}))
+        store.add(run, fake_row(fake_problem("full", 64, 512), Config(), 1.0, "fake-chip"))
+        if not wrong:
+            check_names(Settings(**chosen), store)
+            return
+        with pytest.raises(typer.Exit):
+            check_names(Settings(**chosen), store)
+    said = capsys.readouterr().err
+    assert wrong in said
+    assert "choose one of h200, " in said
+    assert "fake-chip" in said
+
+
+def test_a_pinned_release_that_is_not_there_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    with Store.open("sqlite://") as store:
+        check_names(Settings(serve_release={"h200": 7}), store)
+    assert "pins h200 to release 7, which is not there" in caplog.text
+
+
+def test_the_collector_passes_over_what_a_server_holds() -> None:
+    with Store.open("sqlite://") as store:
+        fill(store)
+        app = create_app(store, Settings())
+        try:
+            warm(app.state.context)
+            assert gc.get_freeze_count() > 1000
+        finally:
+            gc.unfreeze()
 
 
 def best_of_a_read_only_server(*arguments: str, **environment: str) -> dict[str, Any]:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import cast
 
 import pytest
 from fake_rows import fake_problem, fake_row, fill
 
 from dash_kernels.problem import Config
 from dashboard.snapshot import Snapshots, take
+from server.fresh import Fresh, State
 from tuner.results import newest
 from tuner.results.rows import ResultRow, RunInfo
 from tuner.results.store import Store
@@ -117,3 +121,77 @@ def test_a_database_that_shrank_is_read_anew(tmp_path: Path) -> None:
         snapshots._store, snapshots.last_id = short, short.last_result_id
         assert listed(snapshots.of("h200")) == whole(short)
         assert sum(snapshots.counts().values()) == sum(counted.values()) - 1
+
+
+# -- the database's state -------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A database whose state is set, answered when ``open`` is set, and counted."""
+
+    is_sqlite = False
+
+    def __init__(self) -> None:
+        self.row, self.times, self.open = 1, 0, threading.Event()
+        self.open.set()
+        self.begun = threading.Event()
+
+    def state(self) -> tuple[int, int]:
+        self.times += 1
+        row = self.row
+        self.begun.set()
+        assert self.open.wait(10)
+        return row, 0
+
+    def fresh(self, seconds: float) -> Fresh:
+        return Fresh(cast(Store, self), replaced=lambda: None, seconds=seconds)
+
+
+def test_requests_ask_for_the_state_together() -> None:
+    asked = Asked()
+    fresh = asked.fresh(60.0)
+
+    async def many() -> list[State]:
+        return await asyncio.gather(*(fresh.current() for _ in range(50)))
+
+    assert {state.row for state in asyncio.run(many())} == {1}
+    assert asked.times == 1
+
+
+def test_the_next_state_is_asked_for_while_this_one_answers() -> None:
+    asked = Asked()
+    fresh = asked.fresh(1.0)
+
+    async def ahead() -> None:
+        await fresh.current()
+        await asyncio.sleep(0.55)
+        asked.row = 2
+        asked.open.clear()
+        asked.begun.clear()
+        assert (await fresh.current()).row == 1  # at once, though the database does not answer now
+        assert asked.begun.wait(10)
+        asked.open.set()
+        while (await fresh.current()).row == 1:
+            await asyncio.sleep(0.005)
+        assert asked.times == 2
+
+    asyncio.run(ahead())
+
+
+def test_a_write_is_seen_at_once_though_the_database_was_being_asked() -> None:
+    asked = Asked()
+    fresh = asked.fresh(60.0)
+
+    async def written() -> State:
+        asked.open.clear()
+        waiting = asyncio.create_task(fresh.current())
+        while not asked.begun.is_set():
+            await asyncio.sleep(0.005)
+        asked.row = 2
+        fresh.expire()
+        asked.open.set()
+        assert (await waiting).row == 2
+        return await fresh.current()
+
+    assert asyncio.run(written()).row == 2
+    assert fresh.now().row == 2

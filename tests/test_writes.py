@@ -88,12 +88,26 @@ def test_bad_rows_write_nothing(writable: TestClient, empty: Store) -> None:
 def test_a_large_body_is_refused(empty: Store) -> None:
     client = TestClient(create_app(empty, Settings(token="fake-token", max_body_bytes=2000)))
     big = json.dumps(body_of(row_body(error="x" * 3000))).encode()
-    assert client.post("/results", content=big, headers=TOKEN).status_code == 413
+    answer = client.post("/results", content=big, headers=TOKEN)
+    assert answer.status_code == 413
+    assert "fewer rows a call" in answer.json()["detail"]
 
     def chunks() -> Iterator[bytes]:
         yield from (big[i : i + 500] for i in range(0, len(big), 500))
 
     assert client.post("/results", content=chunks(), headers=TOKEN).status_code == 413
+
+
+@pytest.mark.parametrize("body", [b"[]", b"a=b", b"3"])
+def test_a_body_that_is_no_object_is_said(writable: TestClient, body: bytes) -> None:
+    answer = writable.post("/results", content=body, headers=TOKEN)
+    assert answer.status_code == 422
+    assert "the body is not" in answer.json()["detail"]
+
+
+def test_a_name_is_refused_in_words(writable: TestClient) -> None:
+    answer = writable.post("/releases", json={"gpu": "h200", "name": "a b"}, headers=TOKEN)
+    assert "name is 'a b': it must be letters, digits" in answer.json()["detail"]
 
 
 def test_a_body_that_is_deep_or_odd_is_named_and_not_a_failure(writable: TestClient) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Query, Response
+from pydantic import BeforeValidator
 
 from dash_kernels.lookup import LookupTable
 from dashboard.releases import before, compared, described
@@ -12,7 +13,7 @@ from server.caching import FOREVER
 from server.deps import Context, StrictJson
 from server.errors import ApiError, invalid
 from server.models import Problem, ReleaseBody, ReleaseDiff, ReleaseInfo
-from server.params import LARGEST_ID, DiffQuery, GpuQuery, NoQuery
+from server.params import LARGEST_ID, DiffQuery, GpuQuery, NoQuery, digits
 from server.routers.best import FAILURES, UNCHANGED, table_response
 from server.routers.results import WRITE_FAILURES
 from server.security import writer
@@ -20,7 +21,11 @@ from tuner.export import freeze, lookup_table
 from tuner.results.queries import DRAFT
 from tuner.results.rows import Release, StoreError, StoreUnavailable
 
-Number = Annotated[int, Path(ge=1, le=LARGEST_ID, description="The release's number.")]
+Number = Annotated[
+    int,
+    Path(ge=1, le=LARGEST_ID, description="The release's number."),
+    BeforeValidator(digits),
+]
 
 
 def create(context: Context) -> APIRouter:
@@ -73,7 +78,7 @@ def create(context: Context) -> APIRouter:
         except StoreError as error:
             if "exists" not in str(error):
                 raise
-            raise ApiError(409, str(error), parameter="name") from None
+            raise ApiError(409, f"{error}; choose another name", parameter="name") from None
         finally:
             context.fresh.expire()
         (made,) = (

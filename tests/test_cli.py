@@ -12,11 +12,12 @@ from processes import gone_within
 
 import tuner.command
 import tuner.doctor
+import tuner.results.database
 from dash_kernels import __version__
 from dash_kernels.problem import Config, Problem
 from tuner.cli import main
 from tuner.nvml import VisibleGpu
-from tuner.results import ResultRow, RunInfo, Store
+from tuner.results import ResultRow, RunInfo, Store, StoreError
 
 H200 = VisibleGpu(0, "GPU-1", "NVIDIA H200", (9, 0))
 
@@ -96,9 +97,16 @@ def dash_tune(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
             ["--gpu", "a100", "--engine", "ray", "--backend", "hopper"],
             ["needs compute capability 9.0; this is 8.0"],
         ),
+        (["--gpu", "h800", "--dry-run", "--mask", ","], ["--mask names nothing"]),
+        (["--gpu", "h800", "--dry-run", "--head-dim", ""], ["--head-dim names nothing"]),
+        (["--gpu", "h800", "--dry-run", "--seq-len", "4294967296"], ["does not fit 32 bits"]),
+        (["--gpu", "h800", "--dry-run", "--window", "4294967296:0"], ["does not fit 32 bits"]),
+        (["export", "rows.csv", "--name", "mine"], ["--name is for a lookup table (.json)"]),
+        (["export", "table.json", "--name", "../mine"], ["release name '../mine'"]),
+        (["export", "rows.txt"], ["rows.txt: the ending tells the format", ".t4.json"]),
         (["show", "--gpu", "b200"], ["'b200'"]),
         (["show", "--mask", "diagonal"], ["mask 'diagonal'"]),
-        (["export", "table.t4", "--gpu", "b200"], ["'b200'"]),
+        (["export", "table.t4.json", "--gpu", "b200"], ["'b200'"]),
         (
             ["--db", "other.sqlite", "release"],
             ["--db stands before release", "dash-tune release --db"],
@@ -253,8 +261,9 @@ def test_stored_rows_are_shown_exported_imported_and_released(
     assert dash_tune(monkeypatch, "show", "--gpu", "h100", "--json") == 0
     (cell,) = json.loads(capsys.readouterr().out)["cells"]
     assert cell["served"]["config"]["schedule"] == "shortest_first"
-    assert dash_tune(monkeypatch, "show", "--gpu", "h100") == 0
-    assert "shortest_first" in capsys.readouterr().out
+    for alias in ("h100", "H100"):
+        assert dash_tune(monkeypatch, "show", "--gpu", alias) == 0
+        assert "shortest_first" in capsys.readouterr().out
     for name in ("table.json", "rows.csv", "rows.parquet", "h100.json.gz"):
         assert dash_tune(monkeypatch, "export", str(tmp_path / name), "--gpu", "h100") == 0
     assert json.loads((tmp_path / "table.json").read_text())["gpu"] == "h100"
@@ -265,6 +274,23 @@ def test_stored_rows_are_shown_exported_imported_and_released(
         assert f"{added} rows added" in capsys.readouterr().out
     assert dash_tune(monkeypatch, "release", "--gpu", "h100", "--name", "first") == 0
     assert re.match(r"release \d+: first, digest \w+$", capsys.readouterr().out)
+
+
+def test_what_cannot_be_written_is_shown_and_exported_as_it_is(
+    db: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(db)
+
+    def refuse(path: Path) -> None:
+        raise StoreError(f"database {path} cannot be written (permission denied)")
+
+    monkeypatch.setattr(tuner.results.database, "_require_writable", refuse)
+    assert dash_tune(monkeypatch, "show", "--gpu", "h100") == 0
+    assert "shortest_first" in capsys.readouterr().out
+    assert dash_tune(monkeypatch, "export", str(tmp_path / "rows.csv"), "--gpu", "h100") == 0
+    capsys.readouterr()
+    assert dash_tune(monkeypatch, "release", "--gpu", "h100") == 2
+    assert "cannot be written" in capsys.readouterr().err
 
 
 def test_a_numerics_key_that_no_row_has_is_said_with_where_to_find_one(

@@ -22,6 +22,7 @@ KeptBits = Annotated[
     str, typer.Option("--numerics-key", help="Winners among the configs of this numerics key.")
 ]
 Values = list[str] | None
+LARGEST = 2**31 - 1  # of an integer column of the database
 
 
 def _print_version(wanted: bool) -> None:
@@ -54,7 +55,9 @@ def sweep(
         Values, typer.Option(help="Query heads per KV head. Default: 1 (MHA).")
     ] = None,
     dtype: Annotated[Values, typer.Option(help="bfloat16 (default), float16.")] = None,
-    heads: Annotated[int, typer.Option(help="Heads. Default: hidden 2048 / head_dim.")] = 0,
+    heads: Annotated[
+        int, typer.Option(help="Heads. Default: hidden 2048 / head_dim.", max=LARGEST)
+    ] = 0,
     schedule: Annotated[
         Values, typer.Option(help="Kinds of schedule. Default: every kind.")
     ] = None,
@@ -78,7 +81,7 @@ def sweep(
         typer.Option(help="Seconds for one compile. Default: --timeout, else 240.", min=1.0),
     ] = None,
     jobs: Annotated[
-        int, typer.Option(help="Compile processes. Default: CPU cores less GPUs.", min=0)
+        int, typer.Option(help="Compile processes. Default: CPU cores less GPUs.", min=0, max=1024)
     ] = 0,
     engine: Annotated[
         str, typer.Option(help="local: the GPUs of this host; ray: those of a cluster.")
@@ -96,7 +99,7 @@ def sweep(
     as_json: AsJson = False,
     serve: Annotated[bool, typer.Option(help="Start dash-serve beside the sweep.")] = False,
     host: Annotated[str, typer.Option(help="For --serve.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="For --serve.")] = 8000,
+    port: Annotated[int, typer.Option(help="For --serve.", min=1, max=65535)] = 8000,
     version: Annotated[
         bool,
         typer.Option(
@@ -115,17 +118,17 @@ def sweep(
     from tuner.space import SpaceFilter
 
     filters = SpaceFilter(
-        masks=_words(mask),
+        masks=_words("mask", mask),
         head_dims=_head_dims(head_dim),
         seq_lens=_numbers("seq-len", seq_len),
-        dtypes=_words(dtype),
+        dtypes=_words("dtype", dtype),
         windows=_windows(window),
         softcaps=_switches("softcap", softcap),
         varlens=_switches("varlen", varlen),
         head_groups=_numbers("head-group", head_group),
         heads=heads,
-        schedules=_words(schedule),
-        backends=_words(backend),
+        schedules=_words("schedule", schedule),
+        backends=_words("backend", backend),
         tiles=_tiles(tile),
         stages=_numbers("stages", stages),
         thorough=thorough,
@@ -244,10 +247,10 @@ def verify(
     from tuner.space import SpaceFilter
 
     filters = SpaceFilter(
-        masks=_words(mask),
+        masks=_words("mask", mask),
         head_dims=_head_dims(head_dim),
         seq_lens=_numbers("seq-len", seq_len) or (1024, 4096),
-        dtypes=_words(dtype),
+        dtypes=_words("dtype", dtype),
         windows=_windows(window),
         softcaps=_switches("softcap", softcap),
         varlens=_switches("varlen", varlen),
@@ -277,7 +280,7 @@ def peers(
     from tuner.space import SpaceFilter
 
     filters = SpaceFilter(
-        masks=_words(mask),
+        masks=_words("mask", mask),
         head_dims=_head_dims(head_dim),
         seq_lens=_numbers("seq-len", seq_len),
         windows=_windows(window),
@@ -298,7 +301,9 @@ def blocks(
     """Whole transformer blocks, forward and backward, with this attention and with PyTorch's, interleaved."""
     from tuner.blocks import run_blocks
 
-    raise typer.Exit(run_blocks(_words(model), _numbers("seq-len", seq_len), rounds, as_json))
+    raise typer.Exit(
+        run_blocks(_words("model", model), _numbers("seq-len", seq_len), rounds, as_json)
+    )
 
 
 @app.command()
@@ -343,23 +348,29 @@ def _refuse_misplaced(context: typer.Context, command: str) -> None:
             )
 
 
-def _words(values: Sequence[str] | None) -> tuple[str, ...]:
-    return tuple(
+def _words(option: str, values: Sequence[str] | None) -> tuple[str, ...]:
+    """The words of a list; one that was given and names nothing, as of a variable that is not set, is refused."""
+    words = tuple(
         word.strip() for value in values or () for word in value.split(",") if word.strip()
     )
+    if values and not words:
+        _fail(f"--{option} names nothing; leave it out for the default")
+    return words
 
 
 def _numbers(option: str, values: Sequence[str] | None) -> tuple[int, ...]:
-    words = _words(values)
+    words = _words(option, values)
     for word in words:
         if not _is_number(word) or int(word) < 1:
             _fail(f"--{option} {word!r} is not a positive integer")
+        if int(word) > LARGEST:
+            _fail(f"--{option} {word} does not fit 32 bits; at most {LARGEST}")
     return tuple(int(word) for word in words)
 
 
 def _head_dims(values: Sequence[str] | None) -> tuple[int | tuple[int, int], ...]:
     found: list[int | tuple[int, int]] = []
-    for word in _words(values):
+    for word in _words("head-dim", values):
         first, slash, second = word.partition("/")
         if slash and not (first and second):
             _fail(f"--head-dim {word!r} is not a head_dim and V's; write 192/128")
@@ -372,18 +383,19 @@ def _head_dims(values: Sequence[str] | None) -> tuple[int | tuple[int, int], ...
 
 def _windows(values: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
     found = []
-    for word in _words(values):
+    for word in _words("window", values):
         left, _, right = ("-1", "", "-1") if word == "none" else word.partition(":")
         if not all(_is_number(side) or side == "-1" for side in (left, right)):
             _fail(
                 f"--window {word!r} is not left:right; write 1023:0, 512:512, -1 for all, or none"
             )
+        _numbers("window", [side for side in (left, right) if side not in ("0", "-1")])
         found.append((int(left), int(right)))
     return tuple(found)
 
 
 def _switches(option: str, values: Sequence[str] | None) -> tuple[bool, ...]:
-    words = _words(values)
+    words = _words(option, values)
     for word in words:
         if word not in ("on", "off"):
             _fail(f"--{option} is {word!r}; choose on, off or both: on,off")
@@ -392,7 +404,7 @@ def _switches(option: str, values: Sequence[str] | None) -> tuple[bool, ...]:
 
 def _tiles(values: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
     found = []
-    for word in _words(values):
+    for word in _words("tile", values):
         block_m, _, block_n = word.partition("x")
         if not (_is_number(block_m) and _is_number(block_n)):
             _fail(f"--tile {word!r} is not block_m x block_n; write 64x128")

@@ -119,14 +119,8 @@ def freeze(
     one there is, also where the clock went backwards since. Raises StoreError for a name that is taken or means
     something else.
     """
-    if name is not None and not RELEASE_NAME.fullmatch(name):
-        raise StoreError(
-            f"release name {name!r}: use up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
-        )
-    if name is not None and (name.isdecimal() or name == "draft"):
-        raise StoreError(
-            f"release name {name!r} would read as a number or as the draft; choose another"
-        )
+    if name is not None:
+        check_release_name(name)
     last = store.last_result_id() if until_id is None else until_id
     if cells is None:
         cells = store.winners(gpu, until_id=last)
@@ -149,6 +143,18 @@ def freeze(
             created_at=now,
         )
     )
+
+
+def check_release_name(name: str) -> None:
+    """Raises StoreError for a name that no release may have."""
+    if not RELEASE_NAME.fullmatch(name):
+        raise StoreError(
+            f"release name {name!r}: use up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
+        )
+    if name.isdecimal() or name == "draft":
+        raise StoreError(
+            f"release name {name!r} would read as a number or as the draft; choose another"
+        )
 
 
 def _next_name(gpu: str, there: Iterable[str]) -> str:

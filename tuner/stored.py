@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from dash_kernels.device import resolve_gpu
 from dash_kernels.problem import MASKS
 from tuner.command import UsageError
 from tuner.results import ResultFilter, Store
-from tuner.results.rows import SOURCES
+from tuner.results.rows import SOURCES, StoreError, StoreUnavailable
 from tuner.space import SpaceFilter
 from tuner.winners import Cell, Winner
 
 PIPED_WIDTH = 200
 LISTED_CONFLICTS = 20
+FORMATS = (
+    ".json.gz",
+    ".t4.json",
+    ".json",
+    ".csv",
+    ".parquet",
+)  # a longer ending before its own end
 COLUMNS = (
     "mask",
     "d",
@@ -31,17 +40,32 @@ COLUMNS = (
 )
 
 
-def _open(db: str | None, *, writing: bool = False) -> Store:
+def _open(db: str | None) -> Store:
+    """The database, with the rows that are shipped."""
     store = Store.open(db)
-    if not writing:
-        store.load_shipped()
+    store.load_shipped()
     return store
+
+
+def _open_to_read(db: str | None) -> Store:
+    """As :func:`_open`; one that cannot be written, as of another user, is read as it is."""
+    try:
+        return _open(db)
+    except StoreUnavailable:
+        raise
+    except StoreError as error:
+        with suppress(StoreError):
+            return Store.open(db, read_only=True)
+        raise error from None
 
 
 def _gpu(store: Store, gpu: str) -> str:
     """The GPU meant: the named one, or the only one that has rows."""
     known = store.gpus()
-    if gpu and gpu in known:
+    if gpu and gpu not in known:
+        with suppress(ValueError):
+            gpu = resolve_gpu(gpu).name
+    if gpu in known:
         return gpu
     if gpu:
         raise UsageError(
@@ -78,7 +102,7 @@ def show(
             raise UsageError(f"unknown {option} {value!r}; choose from {', '.join(known)}")
     if numerics_key and source != "measured":
         raise UsageError(f"only measured rows have a numerics key; --source is {source}")
-    with _open(db) as store:
+    with _open_to_read(db) as store:
         gpu = _gpu(store, gpu)
         _check_key(store, gpu, numerics_key)
         filters = ResultFilter(mask=mask, head_dim=head_dim, numerics_key=numerics_key or None)
@@ -162,35 +186,35 @@ def export(
     from tuner import export as exporting
     from tuner.t4 import rows_t4
 
-    with _open(db) as store:
+    form = next((ending for ending in FORMATS if output.name.endswith(ending)), "")
+    if not form:
+        raise UsageError(f"{output}: the ending tells the format; use {', '.join(FORMATS)}")
+    if name is not None and form != ".json":
+        raise UsageError(f"--name is for a lookup table (.json); {output} is none")
+    if name is not None:
+        exporting.check_release_name(name)
+    if numerics_key and form == ".json.gz":
+        raise UsageError(f"{output} holds every run; leave --numerics-key out, or write .csv")
+    with _open_to_read(db) as store:
         gpu = _gpu(store, gpu)
         _check_key(store, gpu, numerics_key)
-        content: str | bytes
-        if output.name.endswith(".json.gz"):
-            if numerics_key:
-                raise UsageError(
-                    f"{output} would hold every run; leave --numerics-key out, or write .csv"
-                )
+        if form == ".json.gz":
             count = _write(output, lambda: exporting.dump_shipped(store, gpu, output))
             print(f"{count} rows of {gpu} in {output}")
             return
-        if output.suffix == ".json" and not output.name.endswith(".t4.json"):
+        content: str | bytes
+        if form == ".json":
             cells = store.winners(gpu, ResultFilter(numerics_key=numerics_key or None))
             table = exporting.lookup_table(store, gpu, name or f"{gpu}-draft", cells=cells)
             content = exporting.table_json(table)
-        elif output.name.endswith((".t4.json", ".csv", ".parquet")):
+        else:
             only = ResultFilter(gpu=gpu, numerics_key=numerics_key or None)
-            rows, runs = store.results(only, limit=None), store.runs(gpu)
             make: dict[str, Any] = {
                 ".csv": exporting.rows_csv,
                 ".parquet": exporting.rows_parquet,
-                ".json": rows_t4,
+                ".t4.json": rows_t4,
             }
-            content = make[output.suffix](rows, runs)
-        else:
-            raise UsageError(
-                f"{output}: the ending tells the format; use .json, .csv, .parquet, .t4.json or .json.gz"
-            )
+            content = make[form](store.results(only, limit=None), store.runs(gpu))
         data = content.encode() if isinstance(content, str) else content
         _write(output, lambda: output.write_bytes(data))
         print(f"wrote {output} ({gpu})")
@@ -210,7 +234,7 @@ def import_rows(db: str | None, source: str) -> int:
     """
     from tuner.importing import NotAnExport, import_file
 
-    with _open(db, writing=True) as store:
+    with Store.open(db) as store:
         try:
             done = import_file(store, source)
         except NotAnExport as error:
@@ -255,7 +279,7 @@ def explain(db: str | None, gpu: str, about: str, as_json: bool) -> None:
     from dash_kernels.device import NoGpuError
     from tuner.why import explain as explained
 
-    with _open(db) as store:
+    with _open_to_read(db) as store:
         try:
             found = explained(about, store, gpu)
         except (ValueError, NoGpuError) as error:

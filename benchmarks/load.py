@@ -1,7 +1,8 @@
 """How the service holds with a million rows: ``python benchmarks/load.py --db PATH_OR_URL --output FILE``.
 
 /best is measured in turn with a FastAPI route that declares the same parameters and returns a constant, each with one
-worker; then /best at half of what it can, /curves and the calls of the dashboard one after another, and the first call
+worker; then each at half of what it can, on a schedule that waits for no answer, with how far this machine kept its
+pace meanwhile; then /curves and the calls of the dashboard one after another, and the first call
 after a new row. ``--soak MINUTES`` runs a mixed load instead and watches the server's memory.
 """
 
@@ -23,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import load_client
-from load_client import Connection, flat_out
+from load_client import Connection, flat_out, quantile
 from million import GPUS
 
 HOST = "127.0.0.1"
@@ -93,9 +94,9 @@ def resident_mebibytes(pid: int) -> float:
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
-def milliseconds(tally: load_client.Tally) -> dict[str, float]:
+def milliseconds(seconds: list[float]) -> dict[str, float]:
     return {
-        name: round(tally.quantile(share) * 1000, 2)
+        name: round(quantile(seconds, share) * 1000, 2)
         for name, share in (("p50", 0.5), ("p95", 0.95), ("p99", 0.99), ("max", 1.0))
     }
 
@@ -151,7 +152,7 @@ def pages(port: int, times: int) -> dict[str, Any]:
     for path in PAGES:
         tally = asyncio.run(one_by_one(port, path, times))
         assert not tally.failed, path
-        found[path] = milliseconds(tally)
+        found[path] = milliseconds(tally.seconds)
     return found
 
 
@@ -172,7 +173,37 @@ def after_a_row(db: str, port: int, times: int) -> dict[str, float]:
             time.sleep(0.1)  # past the state that the server holds
             path = BEST[number % len(BEST)]
             tally.seconds += asyncio.run(one_by_one(port, path, 1)).seconds
-    return milliseconds(tally)
+    return milliseconds(tally.seconds)
+
+
+def waited(pid: int) -> float:
+    """Seconds for which the first thread of a process was ready to run and had no core."""
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+
+
+def half_load(port: int, pid: int, rate: float, seconds: float, width: int) -> dict[str, Any]:
+    """Latencies at ``rate``, with what the machine and this client add to them.
+
+    ``steady_ms`` are those of the half seconds in which the machine kept its pace; None where it never did.
+    """
+    before = {"server": waited(pid), "client": waited(os.getpid())}
+    used = cpu_seconds(pid)
+    tally = asyncio.run(load_client.at_rate(HOST, port, BEST, seconds, rate, width))
+    after = {"server": waited(pid), "client": waited(os.getpid())}
+    kept, steady, windows = load_client.steady(tally)
+    return {
+        "rate": rate,
+        "failed": tally.failed,
+        "ms": milliseconds(tally.seconds),
+        "steady_ms": milliseconds(kept) if kept else None,
+        "steady_half_seconds": f"{steady} of {windows}",
+        "client_late_ms": milliseconds(tally.late),
+        "server_cpu": round((cpu_seconds(pid) - used) / seconds, 2),
+        "waited_for_a_core": {
+            name: round((after[name] - before[name]) / seconds, 3) for name in before
+        },
+        "load_average": round(os.getloadavg()[0], 2),
+    }
 
 
 def soak(db: str, port: int, minutes: float, server: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -262,16 +293,19 @@ def measure(options: argparse.Namespace, server: subprocess.Popen[bytes]) -> dic
                 "best": (options.port, server.pid),
             }
             compared = compare(servers, options.seconds, options.rounds, options.width)
+            rates = compared["requests_per_second"]
+            half = {
+                name: half_load(
+                    *servers[name], rates[name] / 2, 3 * options.seconds, 4 * options.width
+                )
+                for name in servers
+            }
         finally:
             other.terminate()
             other.wait(30)
-    rate = compared["requests_per_second"]["best"] / 2
-    half = asyncio.run(
-        load_client.at_rate(HOST, options.port, BEST, 3 * options.seconds, rate, 4 * options.width)
-    )
     return {
         "best_against_constant": compared,
-        "best_at_half_load": {"rate": rate, "failed": half.failed, "ms": milliseconds(half)},
+        "at_half_load": half,
         "calls_ms": pages(options.port, 20),
         "best_after_a_new_row_ms": after_a_row(options.db, options.port, 12),
         "resident_mebibytes": resident_mebibytes(server.pid),

@@ -9,14 +9,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Tally:
-    """What came back: seconds of each answer, and how many were not 200."""
+    """What came back: seconds of each answer, and how many were not 200.
+
+    At a rate also when each was due, how late the client itself sent it, and (when, seconds) of a fixed piece of work
+    done in between, which tells how fast the machine was.
+    """
 
     seconds: list[float] = field(default_factory=list)
     failed: int = 0
+    due: list[float] = field(default_factory=list)
+    late: list[float] = field(default_factory=list)
+    paces: list[tuple[float, float]] = field(default_factory=list)
 
-    def quantile(self, share: float) -> float:
-        ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+def quantile(values: list[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 class Connection:
@@ -68,15 +76,19 @@ async def at_rate(
     host: str, port: int, paths: list[str], seconds: float, rate: float, width: int
 ) -> Tally:
     """``rate`` requests a second, each timed from the moment when it was due: waiting for a connection counts."""
-    tally, begin = Tally(), time.perf_counter()
+    tally = Tally()
+    pace = asyncio.create_task(_pace(tally))
+    begin = time.perf_counter()
     free: asyncio.Queue[Connection] = asyncio.Queue()
     for _ in range(width):
         free.put_nowait(Connection(host, port))
 
     async def one(number: int, due: float) -> None:
+        tally.late.append(time.perf_counter() - due)
         connection = await free.get()
         status, _ = await connection.get(paths[number % len(paths)])
         tally.seconds.append(time.perf_counter() - due)
+        tally.due.append(due)
         tally.failed += status != 200
         free.put_nowait(connection)
 
@@ -88,6 +100,30 @@ async def at_rate(
             await asyncio.sleep(wait)
         tasks.append(asyncio.create_task(one(number, due)))
     await asyncio.gather(*tasks)
+    pace.cancel()
     while not free.empty():
         free.get_nowait().close()
     return tally
+
+
+async def _pace(tally: Tally) -> None:
+    """Time the same piece of work again and again, a hundredth of this process's time."""
+    while True:
+        begin = time.perf_counter()
+        sum(range(4000))
+        tally.paces.append((begin, time.perf_counter() - begin))
+        await asyncio.sleep(0.01)
+
+
+def steady(tally: Tally, window: float = 0.5) -> tuple[list[float], int, int]:
+    """(seconds of the answers due while the machine kept its pace, how many windows it kept it in, of how many).
+
+    It did not where a pace took over twice the median: another process, or the host of a virtual machine, had the core.
+    """
+    usual = quantile([took for _, took in tally.paces], 0.5)
+    slow = {int(when / window) for when, took in tally.paces if took > 2 * usual}
+    slow |= {number + 1 for number in slow}  # what queued up then is answered in the next one
+    windows = {int(due / window) for due in tally.due}
+    pairs = zip(tally.due, tally.seconds, strict=True)
+    kept = [seconds for due, seconds in pairs if int(due / window) not in slow]
+    return kept, len(windows - slow), len(windows)

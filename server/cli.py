@@ -199,6 +199,7 @@ def _run(listener: socket.socket, workers: int) -> None:
 
     options: dict[str, Any] = {
         "factory": True,
+        "http": "h11",  # httptools is quicker and keeps headers of any size in memory
         "log_level": "warning",
         "log_config": None,
         "server_header": False,

@@ -364,3 +364,15 @@ def test_a_request_in_flight_is_answered_before_the_server_ends(file: Path) -> N
             connection.sendall(body)
             assert connection.recv(1000).startswith(b"HTTP/1.1 201")
         assert process.wait(30) in (0, -signal.SIGTERM)
+
+
+def test_headers_without_an_end_are_cut_off(file: Path) -> None:
+    with serving("--db", str(file)) as (_, address):
+        port = int(address.rsplit(":", 1)[1])
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: x\r\nX-Long: ")
+            with contextlib.suppress(ConnectionError):
+                for _ in range(200):
+                    connection.sendall(b"a" * 100_000)
+                pytest.fail("20 MB of one header were taken")
+        assert httpx.get(f"{address}/healthz", timeout=30).status_code == 200

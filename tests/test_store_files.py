@@ -240,6 +240,19 @@ def test_reading_only_writes_nothing(tmp_path: Path) -> None:
             store.add(1, row(1))
 
 
+def test_a_file_that_is_gone_takes_no_row_until_it_is_back(tmp_path: Path) -> None:
+    path, aside = tmp_path / "results.db", tmp_path / "aside.db"
+    with Store.open(path) as store:
+        run = store.start_run(RUN)
+        path.rename(aside)
+        with pytest.raises(StoreUnavailable, match="results.db is gone; put it back"):
+            store.add(run, row(1))
+        assert not path.exists()
+        aside.rename(path)
+        store.add(run, row(1))
+        assert store.count() == 1
+
+
 def test_a_database_in_a_folder_without_write_permission_can_be_read() -> None:
     folder = Path(tempfile.mkdtemp(prefix="dash-read-only-"))
     path, root = folder / "results.db", os.geteuid() == 0

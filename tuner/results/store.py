@@ -23,6 +23,7 @@ from tuner.results.rows import (
     ResultRow,
     RunInfo,
     StoreError,
+    StoreUnavailable,
     finite,
     utc_now,
 )
@@ -380,6 +381,9 @@ class Store:
         """One short transaction that may write."""
         if self.read_only:
             raise StoreError(f"database {self.where} was opened for reading only")
+        file = self.url.database if self.is_sqlite else None
+        if file and not os.path.exists(file):  # SQLite would write on, and lose it
+            raise StoreUnavailable(f"database {self.where} is gone; put it back and try again")
         with database.errors(self.url), self._writer.begin() as connection:
             yield connection
 

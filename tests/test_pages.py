@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 import uvicorn
-from fake_rows import fill
+from fake_rows import fake_modelled, fill
 
 from server.app import create_app
 from server.settings import Settings
 from tuner.export import freeze
+from tuner.results.rows import RunInfo
 from tuner.results.store import Store
 
 DRAWN = "[data-figure]:not([data-drawn])"
@@ -69,6 +70,8 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
     with Store.open(tmp_path_factory.mktemp("browser") / "fake.db") as opened:
         fill(opened)
         freeze(opened, "h200", "FAKE", "fake-1")
+        predicted = opened.start_run(RunInfo("h800", {"note": "FAKE"}, {}, source="modelled"))
+        opened.add_many(predicted, fake_modelled("h800"))
         yield opened
 
 
@@ -191,6 +194,29 @@ def test_nothing_is_wider_than_a_phone(browser: Any, address: str) -> None:
             page = visit.go(path)
             assert page.evaluate("document.documentElement.scrollWidth") == 390, path
         assert visit.complaints == []
+
+
+ROOM = """() => { const box = document.querySelector('[data-figure*="figures/speedup"]');
+    return box.querySelector('.legend').getBoundingClientRect().top
+        - box.querySelector('.xtitle').getBoundingClientRect().bottom; }"""
+RIGHT_EDGE = """(left) => { const table = document.querySelector('#configs .scroll'); table.scrollLeft = left;
+    const box = table.getBoundingClientRect(); return [box.right - 2, box.top + 4]; }"""
+
+
+def test_a_phone_shows_legends_in_full_and_where_a_table_goes_on(
+    browser: Any, address: str
+) -> None:
+    with Visit(browser, address, viewport={"width": 390, "height": 844}) as visit:
+        assert visit.go("/?gpu=h800").evaluate(ROOM) > 4  # nothing but predictions
+        page = visit.go("/?gpu=h200")
+        assert page.evaluate(ROOM) > 4
+        page.locator("#configs").scroll_into_view_if_needed()
+        shades = []
+        for left in (0, 9999):  # the table goes on to the right; here it ends
+            x, y = page.evaluate(RIGHT_EDGE, left)
+            clip = {"x": x, "y": y, "width": 1, "height": 1}
+            shades.append(page.screenshot(clip=clip))
+        assert shades[0] != shades[1]
 
 
 def test_behind_a_proxy_that_strips_a_prefix(browser: Any, behind_proxy: str) -> None:

@@ -4,22 +4,24 @@
 const narrow = matchMedia("(max-width: 700px)");
 
 function forWidth(layout, lines) {
-  if (!narrow.matches) return layout;
-  const ends = (layout.annotations || []).some((a) => a.name === "line-end");
-  if (!ends) return layout;
+  const annotations = layout.annotations || [];
+  const ends = annotations.some((a) => a.name === "line-end");
+  if (!narrow.matches || !lines || (layout.showlegend === false && !ends)) return layout;
   const legendHeight = 27 * lines + 24;
   return {
     ...layout,
-    annotations: layout.annotations.filter((a) => a.name !== "line-end"),
+    annotations: annotations.filter((a) => a.name !== "line-end"),
     showlegend: true,
     legend: {
       ...layout.legend,
-      y: -0.22,
+      y: 0,
+      yref: "container",
+      yanchor: "bottom",
       orientation: "v",
       maxheight: legendHeight,
     },
     height: layout.height - 60 + legendHeight,
-    margin: { ...layout.margin, r: 8 },
+    margin: { ...layout.margin, r: 8, b: legendHeight + 20 },
   };
 }
 

@@ -9,6 +9,7 @@ import os
 import socket
 import tempfile
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
@@ -211,9 +212,23 @@ def _run(listener: socket.socket, workers: int) -> None:
         return
     host, port = listener.getsockname()[:2]
     listener.close()
-    with tempfile.TemporaryDirectory(prefix="dash-metrics-") as folder:
-        os.environ.setdefault(SHARED_METRICS, folder)
+    with shared_metrics() as folder:
+        os.environ[SHARED_METRICS] = folder
         uvicorn.run("server.cli:application", host=host, port=port, workers=workers, **options)
+
+
+def shared_metrics() -> AbstractContextManager[str]:
+    """The folder in which workers put their counts together: the one that is named, else one that goes when they do."""
+    named = os.environ.get(SHARED_METRICS)
+    if named:
+        return nullcontext(named)
+    try:
+        return tempfile.TemporaryDirectory(prefix="dash-metrics-")
+    except OSError as error:
+        _stop(
+            f"--workers needs a folder for the counts that workers share, and none can be made ({error}); "
+            f"set {SHARED_METRICS}, or TMPDIR, to one that can be written, or use one worker"
+        )
 
 
 def application() -> object:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from fake_rows import fake_problem, fake_row, fill
 
 from dash_kernels.problem import Config
 from server.app import create_app
-from server.cli import check_names, warm
+from server.cli import check_names, shared_metrics, warm
 from server.settings import Settings
 from tuner.export import freeze
 from tuner.results.rows import RunInfo
@@ -143,14 +146,17 @@ def test_the_collector_passes_over_what_a_server_holds() -> None:
             gc.unfreeze()
 
 
-def best_of_a_read_only_server(*arguments: str, **environment: str) -> dict[str, Any]:
-    """/best of a ``dash-serve`` started so, which has to refuse writes."""
+def best_of_a_read_only_server(
+    *arguments: str, prefix: Sequence[str] = (), cwd: str | None = None, **environment: str
+) -> dict[str, Any]:
+    """/best of a ``dash-serve`` started so, which has to refuse writes and to say nothing but what it is asked for."""
     given = {**os.environ, "DASH_TOKEN": "fake-token", **environment}
     process = subprocess.Popen(
-        [sys.executable, "-m", "server.cli", "--port", "0", *arguments],
+        [*prefix, sys.executable, "-m", "server.cli", "--port", "0", *arguments],
         stderr=subprocess.PIPE,
         text=True,
         env=given,
+        cwd=cwd,
     )
     try:
         assert process.stderr is not None
@@ -169,10 +175,11 @@ def best_of_a_read_only_server(*arguments: str, **environment: str) -> dict[str,
         assert refused.status_code == 403
         assert "reading only" in refused.json()["detail"]
         found: dict[str, Any] = answer.json()
-        return found
     finally:
         process.terminate()
         assert process.wait(20) in (0, -15)
+    assert process.stderr.read() == ""
+    return found
 
 
 def test_serve_answers_from_a_database_that_cannot_be_written(tmp_path: Path) -> None:
@@ -192,3 +199,54 @@ def test_serve_without_a_folder_to_write_answers_from_the_shipped_rows() -> None
         assert found["release"] == store.releases()[0].name
     named = serve("--port", "0", "--db", "/proc/nowhere/x.db", **nowhere)
     assert (named.returncode, named.stderr.count("\n")) == (2, 1)
+
+
+NOBODY = ("setpriv", "--reuid", "12345", "--regid", "12345", "--clear-groups")
+READS = ("--inh-caps", "+dac_read_search", "--ambient-caps", "+dac_read_search")
+"""Lets that user read what is root's alone, such as this checkout, and write nothing more."""
+
+
+def as_nobody() -> tuple[str, ...]:
+    """What starts this Python as a user who owns nothing here."""
+    if os.geteuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root, with setpriv of util-linux, can start a process as another user")
+    for prefix in (NOBODY, (*NOBODY, *READS)):
+        code = "import server.cli, sys; print(sys.version)"
+        told = [*prefix, sys.executable, "-c", code]
+        found = subprocess.run(told, capture_output=True, text=True, check=False)
+        if found.stdout.strip() == sys.version.strip():
+            return prefix
+    pytest.skip("user 12345 may not read this checkout or run this Python")
+
+
+def test_serve_as_a_user_without_a_home_in_a_folder_that_cannot_be_written() -> None:
+    prefix = as_nobody()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "fake.db"
+        with Store.open(path) as store:
+            fill(store)
+            freeze(store, "h200")
+        path.chmod(0o444)
+        path.parent.chmod(0o555)
+        before = sorted(os.listdir(folder))
+        root = str(Path(__file__).resolve().parent.parent)
+        found = best_of_a_read_only_server(
+            "--db",
+            str(path),
+            prefix=("env", "--unset", "HOME", "--unset", "XDG_DATA_HOME", *prefix),
+            cwd=folder,
+            PYTHONPATH=root,
+            TMPDIR=folder,
+        )
+        assert found["best"]["config"]["schedule"] == "shortest_first"
+        assert sorted(os.listdir(folder)) == before
+
+
+def test_workers_need_a_folder_that_can_be_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/proc/nowhere")
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    with pytest.raises(typer.Exit):
+        shared_metrics()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "/named")
+    with shared_metrics() as folder:
+        assert folder == "/named"

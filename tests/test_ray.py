@@ -22,6 +22,7 @@ from tuner.engines.ray import Outcome, connect, merge
 from tuner.plan import Summary
 from tuner.results import ResultRow, Store
 from tuner.space import SpaceFilter, space
+from tuner.worker import _descendants
 
 TESTS = Path(__file__).resolve().parent
 FILTERS = SpaceFilter(("causal", "full"), (128,), (1024,), schedules=("shortest_first", "shift"))
@@ -73,12 +74,12 @@ def first_pass(db: str, gpu: str) -> list[ResultRow]:
 
 
 def agents() -> list[int]:
-    """Pids of the agents that run now; Ray names its processes after what they do."""
+    """Pids of the agents that this process runs now, no other's; Ray names its processes after what they do."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
+    for pid in _descendants(os.getpid()):
         with suppress(OSError):
-            if path.read_bytes().startswith(b"ray::Agent"):
-                found.append(int(path.parent.name))
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::Agent"):
+                found.append(pid)
     return found
 
 

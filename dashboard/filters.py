@@ -155,7 +155,10 @@ def gantt_kinds() -> list[str]:
 def kind_and_group(label: str) -> tuple[str, int]:
     """``grouped_shift(4)`` -> ("grouped_shift", 4). Raises ValueError for a kind that is not known."""
     name, _, rest = label.partition("(")
-    group = int(rest.rstrip(")")) if rest else 1
+    digits = rest.removesuffix(")")
+    group = 1
+    if rest:
+        group = int(digits) if digits.isdecimal() and len(digits) < 3 else 0
     if name not in SCHEDULES or not 1 <= group <= 64:
         raise ValueError(f"schedule {label[:40]!r} is not one of {', '.join(gantt_kinds())}")
     return name, group

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, StrictBool
 
 from dash_kernels.problem import Config
-from server.params import Count, Direction, Dtype, Edge, GpuName, Mask, RowId, Source, Status, Time
+from server.params import (
+    Count,
+    Direction,
+    Dtype,
+    Edge,
+    GpuName,
+    Mask,
+    RowId,
+    Source,
+    Status,
+    StoredGpu,
+    Time,
+    without_nul,
+)
 
 Text = Annotated[str, Field(max_length=16_000)]
 Number = Annotated[float, Field(strict=True)]
@@ -265,7 +278,7 @@ class RunBody(BaseModel):
     """The command that made the rows. A ``uuid`` sent again continues the same run."""
 
     model_config = ConfigDict(extra="forbid")
-    gpu: GpuName = Field(examples=["h200"])
+    gpu: StoredGpu = Field(examples=["h200"])
     environment: dict[str, Any] = Field(examples=[{"gpu": "h200", "triton": "3.6.0"}])
     measurement_policy: dict[str, Any] = Field(default_factory=dict)
     command: Text = ""
@@ -322,5 +335,5 @@ class Stored(BaseModel):
 class ReleaseBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
     gpu: GpuName = Field(examples=["h200"])
-    notes: Text = ""
+    notes: Annotated[Text, AfterValidator(without_nul)] = ""
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = None

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from datetime import datetime, timezone
 from typing import Annotated, Any, Literal
 
@@ -58,7 +59,29 @@ def _gpu_key(value: str) -> str:
         return value
 
 
-GpuName = Annotated[str, AfterValidator(_gpu_key), Field(min_length=1, max_length=64)]
+def without_nul(value: str) -> str:
+    """Text that every database can hold."""
+    if "\0" in value:
+        raise ValueError("it has a NUL character")
+    return value
+
+
+def _stored_key(value: str) -> str:
+    """Names of GPUs become names of files: lookup tables."""
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", value):
+        raise ValueError(
+            "it must be a GPU that is known, or lower-case letters, digits and hyphens such as h20"
+        )
+    return value
+
+
+GpuName = Annotated[
+    str,
+    AfterValidator(without_nul),
+    AfterValidator(_gpu_key),
+    Field(min_length=1, max_length=64),
+]
+StoredGpu = Annotated[GpuName, AfterValidator(_stored_key)]
 
 
 def _zoned(value: Any) -> Any:
@@ -222,7 +245,7 @@ class ResultsQuery(Shape):
     head_dim_v: Count | None = None
     softcap: Flag | None = None
     varlen: Flag | None = None
-    numerics_key: Annotated[str, Field(max_length=64)] | None = None
+    numerics_key: Annotated[str, AfterValidator(without_nul), Field(max_length=64)] | None = None
     gpu: GpuName | None = None
     mask: Mask | None = None
     dtype: Dtype | None = None

@@ -72,6 +72,9 @@ def test_releases_are_listed_and_pages_shown_though_the_pinned_one_does_not_exis
         ("/best?mask=causal&d=128&gpu=", "gpu is '': it is empty"),
         ("/best?mask=causal&d=128&triton=abc", "such as 3.6.0"),
         ("/gpus?colour=1", "unknown parameter 'colour'; /docs lists"),
+        ("/results?numerics_key=%00", "it has a NUL character"),
+        ("/results?gpu=h200%00", "it has a NUL character"),
+        ("/figures/gantt?kind=grouped_shift(x)", "schedule 'grouped_shift(x)' is not one of"),
         ("/figures/pie", "there is no figure 'pie'; there are speedup"),
     ],
 )

@@ -105,6 +105,17 @@ def test_a_body_that_is_no_object_is_said(writable: TestClient, body: bytes) -> 
     assert "the body is not" in answer.json()["detail"]
 
 
+@pytest.mark.parametrize("gpu", ["../../tables/h200", "h200\0", "NVIDIA H21", "<b>h200</b>"])
+def test_a_gpu_that_is_no_file_name_is_refused(writable: TestClient, gpu: str) -> None:
+    answer = writable.post("/results", json=body_of(row_body(), gpu=gpu), headers=TOKEN)
+    assert (answer.status_code, answer.json()["parameter"]) == (422, "run.gpu")
+
+
+def test_notes_that_no_database_can_hold_are_refused(writable: TestClient) -> None:
+    answer = writable.post("/releases", json={"gpu": "h200", "notes": "a\0b"}, headers=TOKEN)
+    assert "it has a NUL character" in answer.json()["detail"]
+
+
 def test_a_name_is_refused_in_words(writable: TestClient) -> None:
     answer = writable.post("/releases", json={"gpu": "h200", "name": "a b"}, headers=TOKEN)
     assert "name is 'a b': it must be letters, digits" in answer.json()["detail"]

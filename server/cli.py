@@ -65,7 +65,7 @@ def serve(
     if read_only:
         os.environ["DASH_READ_ONLY"] = "1"
     listener = _listen(host, port)
-    settings = _settings()
+    settings = read_settings()
     logs.configure(as_json=settings.log == "json")
     os.environ.setdefault(SQLITE_BUSY, str(BUSY_SECONDS))
     where = _prepare(settings)
@@ -74,23 +74,26 @@ def serve(
     _run(listener, workers)
 
 
-def _settings() -> Settings:
+def read_settings() -> Settings:
     """The settings, with the tokens read once, or one line and exit 2."""
     from pydantic import ValidationError
     from pydantic_settings import SettingsError
 
+    from server.errors import describe
     from server.security import TokenFileError, Tokens
     from server.settings import Settings
 
+    forms = {"serve_release": '{"h200": 3}', "cors_origins": '["https://example.org"]'}
     try:
         settings = Settings()
         Tokens.of(settings)
     except ValidationError as error:
-        first = error.errors()[0]
-        _stop(f"DASH_{'_'.join(str(p) for p in first['loc']).upper()}: {first['msg']}")
+        field = str(error.errors()[0]["loc"][0])
+        _, line = describe(error.errors())
+        how = f"; write it as {forms[field]}" if field in forms else ""
+        _stop(f"DASH_{field.upper()}{line.removeprefix(field)}{how}")
     except SettingsError as error:  # not JSON; the field stands in quotes
         field = str(error).split('"')[1] if '"' in str(error) else ""
-        forms = {"serve_release": '{"h200": 3}', "cors_origins": '["https://example.org"]'}
         form = forms.get(field)
         _stop(f"DASH_{field.upper()} is not JSON; write it as {form}" if form else str(error))
     except TokenFileError as error:

@@ -66,6 +66,7 @@ def problem_response(
 
 FORMS = {
     "name": "letters, digits, '.', '_' and '-', 100 at most, beginning with a letter or digit",
+    "root_path": "a path such as /dash",
     "triton": "a version in digits and points, such as 3.6.0",
     "uuid": "32 hex digits, with or without hyphens",
 }

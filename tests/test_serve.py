@@ -21,7 +21,7 @@ from fake_rows import fake_problem, fake_row, fill
 
 from dash_kernels.problem import Config
 from server.app import create_app
-from server.cli import check_names, shared_metrics, warm
+from server.cli import check_names, read_settings, shared_metrics, warm
 from server.settings import Settings
 from tuner.export import freeze
 from tuner.results.rows import RunInfo
@@ -101,6 +101,28 @@ def test_serve_names_what_is_wrong(tmp_path: Path) -> None:
     unknown = serve("--port", "0", DASH_DEFAULT_GPU="nope", DASH_DB=str(tmp_path / "new.db"))
     assert unknown.returncode == 2
     assert "DASH_DEFAULT_GPU names GPU 'nope'" in unknown.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("DASH_ROOT_PATH", "dash", "DASH_ROOT_PATH is 'dash': it must be a path such as /dash"),
+        ("DASH_SERVE_RELEASE", '{"h200": "x"}', "DASH_SERVE_RELEASE.h200 is 'x': it must be a"),
+        ("DASH_SERVE_RELEASE", "[1]", 'write it as {"h200": 3}'),
+        ("DASH_LOG", "xml", "DASH_LOG is 'xml': input should be 'text' or 'json'"),
+    ],
+)
+def test_a_setting_that_cannot_be_is_named_with_what_can(
+    name: str,
+    value: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(typer.Exit):
+        read_settings()
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

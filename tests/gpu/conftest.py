@@ -17,12 +17,13 @@ WARM_UP_SECONDS = 80  # beside a first test of its own within that test's bound
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark them all ``gpu`` (tests/conftest.py skips those with its reason) and bound each: a hang is a failure."""
+    """Mark them all ``gpu`` (tests/conftest.py skips those with its reason) and bound each: a hang ends the process."""
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
             if item.config.pluginmanager.hasplugin("timeout"):
-                item.add_marker(pytest.mark.timeout(120))
+                # In a thread: a signal waits for Python, which a hung kernel never gives back.
+                item.add_marker(pytest.mark.timeout(120, method="thread"))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,10 +1,12 @@
 """Small backwards for compute-sanitizer: full, causal and windowed masks on both backends.
 
 ``compute-sanitizer --tool memcheck python benchmarks/sanitize.py``; racecheck and synccheck likewise (``make sanitize``).
-Prints one line a form, with whether its gradients are finite.
+Prints one line a form, with whether its gradients are finite; a form that takes ten minutes has hung and ends the process.
 """
 
 from __future__ import annotations
+
+import faulthandler
 
 import torch
 
@@ -22,6 +24,7 @@ def main() -> None:
     for backend in ("hopper", "portable"):
         for head_dim in (64, 128):
             for name, options in FORMS.items():
+                faulthandler.dump_traceback_later(600, exit=True)
                 how = dict(options)
                 seq_len, heads = how.pop("seq_len", 256), how.pop("heads", 2)
                 tile = (128, 128) if (backend, head_dim) == ("hopper", 64) else (64, 128)
@@ -40,8 +43,10 @@ def main() -> None:
                 out.sum().backward()
                 torch.cuda.synchronize()
                 finite = all(bool(x.grad.isfinite().all()) for x in (q, k, v))
+                faulthandler.cancel_dump_traceback_later()
                 print(
-                    f"{backend} head_dim {head_dim} {name}: {'finite' if finite else 'NOT FINITE'}"
+                    f"{backend} head_dim {head_dim} {name}: {'finite' if finite else 'NOT FINITE'}",
+                    flush=True,
                 )
 
 

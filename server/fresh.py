@@ -26,6 +26,14 @@ class State(NamedTuple):
     release: int
 
 
+class Look(NamedTuple):
+    """What the database said, when it was asked, and how often this process had written by then."""
+
+    state: State
+    begun: float
+    writes: int
+
+
 class Fresh:
     """Asks a store for its state. A SQLite file that was put in the place of another one is opened anew.
 
@@ -37,62 +45,65 @@ class Fresh:
         self, store: Store, replaced: Callable[[], None], seconds: float = SECONDS
     ) -> None:
         self._store, self._replaced, self._seconds = store, replaced, seconds
-        self._held: State | None = None
-        self._until = 0.0
-        self._expired = 0
+        self._last: Look | None = None
+        self._writes = 0
+        self._counting = threading.Lock()
         self._lock = threading.Lock()
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="dash-fresh")
-        self._asked: Future[State | None] | None = None
+        self._asked: Future[Look] | None = None
         self._path = store.url.database if store.is_sqlite else None
         self._file = self._identity() if self._path else None
         self._files = 0
 
     async def current(self) -> State:
-        """:meth:`now` for the event loop: one thread asks, for all requests together."""
-        held = self._peek()
+        """:meth:`now` for the event loop: one thread asks, for all requests together.
+
+        A request takes what was being asked for when it came, unless this process had written since: two at most.
+        """
+        held = self._held()
         if held is not None:
-            if time.monotonic() > self._until - self._seconds / 2:
+            if time.monotonic() > held.begun + self._seconds / 2:
                 self._ask()
-            return held
-        found = None
-        while found is None:
+            return held.state
+        writes, found = self._writes, None
+        while found is None or found.writes < writes:
             found = await asyncio.shield(asyncio.wrap_future(self._ask()))
-        return found
+        return found.state
 
     def now(self) -> State:
         """The state. Raises StoreUnavailable where the database does not answer."""
-        found = self._peek()
-        while found is None:
+        found = self._held()
+        if found is None:
             with self._lock:
-                found = self._peek() or self._look()  # another thread may have asked meanwhile
-        return found
+                found = self._held() or self._look()  # another thread may have asked meanwhile
+        return found.state
 
     def expire(self) -> None:
         """This process has written: the next request asks."""
-        self._expired += 1
-        self._until = 0.0
+        with self._counting:
+            self._writes += 1
 
-    def _peek(self) -> State | None:
-        return self._held if time.monotonic() < self._until else None
+    def _held(self) -> Look | None:
+        """The last look, None where it is too old."""
+        last = self._last
+        if last is None or last.writes != self._writes:
+            return None
+        return last if time.monotonic() < last.begun + self._seconds else None
 
-    def _ask(self) -> Future[State | None]:
+    def _ask(self) -> Future[Look]:
         if self._asked is None or self._asked.done():
             self._asked = self._asker.submit(self._locked_look)
         return self._asked
 
-    def _locked_look(self) -> State | None:
+    def _locked_look(self) -> Look:
         with self._lock:
             return self._look()
 
-    def _look(self) -> State | None:
-        """What the database says, held for a moment; None where this process has written meanwhile."""
-        begin, expired = time.monotonic(), self._expired
+    def _look(self) -> Look:
+        begun, writes = time.monotonic(), self._writes
         self._look_at_the_file()
-        found = State(self._files, *self._store.state())
-        if expired != self._expired:
-            return None
-        self._held, self._until = found, begin + self._seconds
-        return found
+        self._last = Look(State(self._files, *self._store.state()), begun, writes)
+        return self._last
 
     def _identity(self) -> tuple[int, int] | None:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -135,10 +135,12 @@ class Asked:
         self.row, self.times, self.open = 1, 0, threading.Event()
         self.open.set()
         self.begun = threading.Event()
+        self.writes: Callable[[], None] = lambda: None
 
     def state(self) -> tuple[int, int]:
         self.times += 1
         row = self.row
+        self.writes()
         self.begun.set()
         assert self.open.wait(10)
         return row, 0
@@ -182,16 +184,28 @@ def test_a_write_is_seen_at_once_though_the_database_was_being_asked() -> None:
     asked = Asked()
     fresh = asked.fresh(60.0)
 
-    async def written() -> State:
+    async def written() -> list[State]:
         asked.open.clear()
-        waiting = asyncio.create_task(fresh.current())
+        before = asyncio.create_task(fresh.current())
         while not asked.begun.is_set():
             await asyncio.sleep(0.005)
         asked.row = 2
         fresh.expire()
+        after = asyncio.create_task(fresh.current())
+        await asyncio.sleep(0.01)
         asked.open.set()
-        assert (await waiting).row == 2
-        return await fresh.current()
+        return [*await asyncio.gather(before, after), await fresh.current()]
 
-    assert asyncio.run(written()).row == 2
+    assert [state.row for state in asyncio.run(written())] == [1, 2, 2]
+    assert fresh.now().row == 2
+    assert asked.times == 2
+
+
+def test_requests_are_answered_though_this_process_writes_whenever_the_database_is_asked() -> None:
+    asked = Asked()
+    fresh = asked.fresh(60.0)
+    asked.writes = fresh.expire
+    for row in (1, 2):
+        asked.row = row
+        assert asyncio.run(asyncio.wait_for(fresh.current(), 10)).row == row
     assert fresh.now().row == 2

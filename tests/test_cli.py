@@ -101,6 +101,9 @@ def dash_tune(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--gpu", "h800", "--dry-run", "--head-dim", ""], ["--head-dim names nothing"]),
         (["--gpu", "h800", "--dry-run", "--seq-len", "4294967296"], ["does not fit 32 bits"]),
         (["--gpu", "h800", "--dry-run", "--window", "4294967296:0"], ["does not fit 32 bits"]),
+        (["--gpu", "h800", "--dry-run", "--seq-len", "9" * 5000], ["not a positive integer"]),
+        (["--gpu", "h800", "--dry-run", "--tile", f"64x{'9' * 5000}"], ["write 64x128"]),
+        (["--gpu", "h800", "--dry-run", "--tile", "64x4294967296"], ["does not fit 32 bits"]),
         (["export", "rows.csv", "--name", "mine"], ["--name is for a lookup table (.json)"]),
         (["export", "table.json", "--name", "../mine"], ["release name '../mine'"]),
         (["export", "rows.txt"], ["rows.txt: the ending tells the format", ".t4.json"]),
@@ -147,6 +150,20 @@ def test_shapes_that_the_named_backend_does_not_run_are_named_and_left_out(
     out, err = capsys.readouterr()
     assert {json.loads(line)["config"]["backend"] for line in out.splitlines()} == {"hopper"}
     assert err.startswith("left out")
+
+
+def test_show_without_a_winner_says_where_rows_are(
+    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Store.open(db) as store:
+        run = store.start_run(RunInfo("h800", {"gpu": "h800"}, source="modelled"))
+        problem = Problem("causal", 128, 4096)
+        row = ResultRow.of(problem, Config(), gpu="h800", source="modelled", predicted=1.0)
+        store.add(run, row)
+    assert dash_tune(monkeypatch, "show", "--gpu", "h800") == 2
+    assert capsys.readouterr().err.endswith("rows.sqlite; --source modelled has rows\n")
+    assert dash_tune(monkeypatch, "show", "--gpu", "h800", "--source", "compiled") == 2
+    assert "--source modelled has rows" in capsys.readouterr().err
 
 
 def test_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

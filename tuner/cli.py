@@ -23,6 +23,7 @@ KeptBits = Annotated[
 ]
 Values = list[str] | None
 LARGEST = 2**31 - 1  # of an integer column of the database
+DIGITS = 100  # more are no number: int() refuses thousands
 
 
 def _print_version(wanted: bool) -> None:
@@ -408,12 +409,13 @@ def _tiles(values: Sequence[str] | None) -> tuple[tuple[int, int], ...]:
         block_m, _, block_n = word.partition("x")
         if not (_is_number(block_m) and _is_number(block_n)):
             _fail(f"--tile {word!r} is not block_m x block_n; write 64x128")
-        found.append((int(block_m), int(block_n)))
+        sides = _numbers("tile", [block_m, block_n])
+        found.append((sides[0], sides[1]))
     return tuple(found)
 
 
 def _is_number(word: str) -> bool:
-    return word.isascii() and word.isdecimal()
+    return word.isascii() and word.isdecimal() and len(word) <= DIGITS
 
 
 def _fail(message: str) -> Any:

@@ -117,8 +117,12 @@ def show(
         if not cells:
             narrower = ", of what --mask, --head-dim and --numerics-key leave"
             asked = mask or head_dim or numerics_key
+            others = [
+                s for s in SOURCES if s != source and store.count(ResultFilter(gpu=gpu, source=s))
+            ]
+            elsewhere = f"; --source {' or '.join(others)} has rows" if others else ""
             raise UsageError(
-                f"no {source} winner for {gpu} in {store.where}{narrower if asked else ''}"
+                f"no {source} winner for {gpu} in {store.where}{narrower if asked else ''}{elsewhere}"
             )
         _print_cells(gpu, source, cells)
 

@@ -392,7 +392,7 @@ def build_page(
     footer = []
     if release:
         footer.append(f"release {release}")
-    elif snapshot.source == "measured":
+    elif snapshot.source == "measured" and not (releases and releases["rows"]):
         footer.append("not released yet: dash-tune release freezes these winners")
     if newest:
         footer.append(f"newest winner of {newest:%Y-%m-%d %H:%M} UTC")

@@ -63,6 +63,7 @@ def test_releases_are_listed_and_pages_shown_though_the_pinned_one_does_not_exis
     page = client.get("/").text
     assert "/best answers nothing for h200: release 99 of h200" in page
     assert "None of them answers /best here" in page
+    assert "not released yet" not in page
 
 
 @pytest.mark.parametrize(

@@ -127,7 +127,8 @@ def _seq_axis(figure: go.Figure, points: Sequence[Point]) -> None:
 
 
 def _lines(figure: go.Figure, points: Sequence[Point], value: str, theme: Theme, unit: str) -> None:
-    """One line a kind (dashed where it is predicted), and its name at the line's end."""
+    """One line a kind (dashed where it is predicted), and its name at the line's end: the measured one's, if any is."""
+    only_predicted = all(point.source == "modelled" for point in points)
     ends: list[tuple[str, str, float]] = []
     for (kind, source), line in by_kind(points).items():
         drawn = [p for p in line if getattr(p, value) is not None]
@@ -163,7 +164,7 @@ def _lines(figure: go.Figure, points: Sequence[Point], value: str, theme: Theme,
                 "%{customdata[1]} registers, %{customdata[2]} bytes spilled<extra></extra>"
             ),
         )
-        if not predicted:
+        if only_predicted or not predicted:
             ends.append((kind, color, getattr(drawn[-1], value)))
     _label_ends(figure, ends, points, value)
 

@@ -134,6 +134,8 @@ def test_predictions_are_dashed() -> None:
     figure = figures.tflops_figure(points)
     assert {trace.line.dash for trace in figure.data} == {"dash"}
     assert all(trace.name.endswith("(predicted)") for trace in figure.data)
+    ends = [f"{a.text} (predicted)" for a in figure.layout.annotations if a.name == "line-end"]
+    assert sorted(ends) == sorted(trace.name for trace in figure.data)
     best = next(p for p in points if p.kind == "shortest_first" and p.seq_len == 512)
     assert best.speedup == pytest.approx(0.92 / 0.45, rel=1e-3)
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -214,6 +215,37 @@ def test_no_rows_still_have_their_header() -> None:
     table = pyarrow.parquet.read_table(io.BytesIO(export.rows_parquet([])))
     assert table.column_names == list(export.ROW_COLUMNS)
     assert str(table.schema.field("created_at").type) == "timestamp[us, tz=UTC]"
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "value"),
+    [
+        ("rows", "min_resident", "x"),
+        ("rows", "numerics_key", 5),
+        ("rows", "bits_equal", "no"),
+        ("rows", "telemetry", [1]),
+        ("rows", "min_resident", 2**63),
+        ("run", "command", None),
+        ("run", "measurement_policy", None),
+        ("config", "schedule", None),
+    ],
+)
+def test_a_value_that_no_reader_could_use_is_refused(
+    store: Store, tmp_path: Path, where: str, name: str, value: Any
+) -> None:
+    path = tmp_path / "dump.json.gz"
+    export.dump_shipped(store, "h200", path)
+    data = json.loads(gzip.decompress(path.read_bytes()))
+    run = data["runs"][0]
+    if where == "rows":
+        run["rows"][0][run["columns"].index(name)] = value
+    else:
+        (run if where == "run" else run["configs"][0])[name] = value
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    with Store.open("sqlite://") as other:
+        with pytest.raises(importing.NotAnExport, match=f"{name} is {re.escape(repr(value))}"):
+            importing.import_file(other, path)
+        assert (other.count(), other.runs()) == (0, [])
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,11 @@ import io
 import json
 import logging
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import UnionType
+from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from dash_kernels.lookup import TABLES, LookupTable, TableError
 from dash_kernels.problem import OPTION_FIELDS, Config, Problem
@@ -102,6 +103,10 @@ def import_file(store: Store, path: str | Path) -> Imported:
                 f"{path}: the ending tells the format; use .csv, .parquet, .json, .json.gz, "
                 f"{', '.join(DATABASE_ENDINGS)} or a database URL"
             )
+        for run, rows in runs:
+            _check_types(run)
+            for row in rows:
+                _check_types(row)
     except TableError as error:
         raise NotAnExport(str(error)) from None
     except KeyError as error:
@@ -249,6 +254,30 @@ def parse_dump(data: Any) -> list[tuple[RunInfo, list[ResultRow]]]:
     if data.get("format") != DUMP_FORMAT:
         raise ValueError(f"format {data.get('format')!r}; this release reads {DUMP_FORMAT}")
     return [(run_of(run), [_row_of(run, values) for values in run["rows"]]) for run in data["runs"]]
+
+
+def _check_types(value: RunInfo | ResultRow) -> None:
+    """Raises ValueError for a field of another type: SQLite would take it, and no reader could use it."""
+    for name, types in TYPES[type(value)].items():
+        found = getattr(value, name)
+        if type(found) not in types or (type(found) is int and abs(found) >= 2**63):
+            what = " or ".join(kind.__name__ for kind in types if kind is not type(None))
+            raise ValueError(f"{name} is {_short(repr(found))}, which is no {what}")
+
+
+def _types(cls: type[Any]) -> dict[str, tuple[type, ...]]:
+    """The types that each field of a dataclass takes; a float may be whole."""
+    hints = get_type_hints(cls)
+    found = {}
+    for name in (field.name for field in fields(cls)):
+        hint = hints[name]
+        parts = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        types = tuple(get_origin(part) or part for part in parts)
+        found[name] = (*types, int) if float in types else types
+    return found
+
+
+TYPES: dict[type, dict[str, tuple[type, ...]]] = {cls: _types(cls) for cls in (RunInfo, ResultRow)}
 
 
 def run_of(run: Mapping[str, Any]) -> RunInfo:

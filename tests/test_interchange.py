@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -107,6 +108,17 @@ def test_two_databases_merge_without_duplicates_and_conflicts_are_told(
     assert (again, "0 rows added" in capsys.readouterr().out) == (3, True)
     with Store.open(there) as store:
         assert store.count() == 4, "the other database is only read"
+
+
+def test_a_database_with_a_value_that_no_reader_could_use_is_refused(tmp_path: Path) -> None:
+    here = filled(tmp_path / "here.sqlite", measured(Config(), 549.0))
+    there = filled(tmp_path / "there.sqlite", measured(Config(num_stages=3), 500.0), uuid="two")
+    with sqlite3.connect(there) as raw:
+        raw.execute("UPDATE dash_results SET registers = 'many'")
+    with Store.open(here) as store:
+        with pytest.raises(importing.NotAnExport, match="run two: registers is 'many'"):
+            importing.import_file(store, there)
+        assert store.count() == 1
 
 
 def test_releases_come_along_and_a_taken_name_is_a_conflict(tmp_path: Path) -> None:

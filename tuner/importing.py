@@ -126,11 +126,21 @@ def import_file(store: Store, path: str | Path) -> Imported:
 
 
 def import_database(store: Store, other: str) -> Imported:
-    """Merge every run, row and release of another database, which is only read."""
+    """Merge every run, row and release of another database, which is only read.
+
+    Raises NotAnExport, before anything is written, for a value that SQLite kept and no reader could use.
+    """
     from tuner.results.store import Store as Database
 
     with Database.open(other, read_only=True) as source:
         done = Imported()
+        for run in source.runs():
+            try:
+                _check_types(run)
+                for row in source.results(ResultFilter(run_id=run.id), limit=None):
+                    _check_types(row)
+            except ValueError as error:
+                raise NotAnExport(f"{other}: run {run.uuid}: {error}") from None
         for run in source.runs():
             rows = source.results(ResultFilter(run_id=run.id), limit=None)
             fresh = [replace(row, id=None, run_id=None, run_uuid=None) for row in rows]

@@ -66,6 +66,11 @@ def forwards(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Call]:
     return calls
 
 
+def output(found: Any) -> Any:
+    """The output alone, of what also answers a log-sum-exp."""
+    return found[0] if isinstance(found, tuple) else found
+
+
 def training_steps(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Call]:
     """Forward and backward through autograd."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
@@ -73,9 +78,7 @@ def training_steps(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Call]:
 
     def step(attend: Callable[..., Any]) -> Call:
         def run() -> Any:
-            out = attend(*leaves)
-            out = out[0] if isinstance(out, tuple) else out
-            return torch.autograd.grad(out, leaves, dout)
+            return torch.autograd.grad(output(attend(*leaves)), leaves, dout)
 
         return run
 

@@ -1,6 +1,6 @@
 """The portable backend's backward beside flex_attention's, and head dims above 128 beside flash-attn-4's.
 
-    python benchmarks/portable.py --output benchmarks/results/portable-h200-DATE.json
+    python benchmarks/portable.py --output benchmarks/results/flex-attention-h200-DATE.json
 
 Backwards through autograd, bf16, 16384 tokens, hidden 2048 of q; every kernel of a shape is sampled in turn, L2 flushed before
 each sample. A peer that cannot run a shape is named with its reason.
@@ -9,6 +9,7 @@ each sample. A peer that cannot run a shape is named with its reason.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 from collections.abc import Callable
 from datetime import datetime, timezone
@@ -16,13 +17,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from forward import HIDDEN, TOKENS, Call, flash_attn_4, tflops
+from forward import HIDDEN, TOKENS, Call, flash_attn_4, output, tflops
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from dash_kernels import attention
-from dash_kernels.default_rule import candidates
+from dash_kernels.default_rule import default_config
 from dash_kernels.device import environment
-from dash_kernels.problem import Problem, supports
+from dash_kernels.problem import Problem
 
 SHAPES = (  # head_dim, head_dim_v, mask
     (128, 128, "causal"),
@@ -38,8 +39,7 @@ SEQ_LEN = 4096
 
 
 def backward_of(attend: Callable[..., Any], leaves: list[Any], dout: Any) -> Call:
-    out = attend(*leaves)
-    out = out[0] if isinstance(out, tuple) else out
+    out = output(attend(*leaves))
     return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
 
 
@@ -56,16 +56,15 @@ def flex(causal: bool) -> Callable[..., Any]:
     return attend
 
 
-def attends(head_dim: int, causal: bool, portable: Any) -> dict[str, Callable[..., Any]]:
-    found: dict[str, Callable[..., Any]] = {
-        "dash_portable": lambda q, k, v: attention(q, k, v, causal=causal, config=portable)
-    }
+def peers(head_dim: int, causal: bool) -> dict[str, Callable[..., Any]]:
     if head_dim <= 128:
-        found["flex_attention"] = flex(causal)
-    elif peer := flash_attn_4():
-        found["fa4_det"] = lambda q, k, v: peer(q, k, v, causal=causal, deterministic=True)
-        found["fa4_nondet"] = lambda q, k, v: peer(q, k, v, causal=causal)
-    return found
+        return {"flex_attention": flex(causal)}
+    if peer := flash_attn_4():
+        return {
+            "fa4_det": lambda q, k, v: peer(q, k, v, causal=causal, deterministic=True),
+            "fa4_nondet": lambda q, k, v: peer(q, k, v, causal=causal),
+        }
+    return {}
 
 
 def main() -> None:
@@ -89,14 +88,11 @@ def main() -> None:
             batch=batch,
             heads=heads,
         )
-        portable = next(
-            config
-            for config in candidates(problem, capability)
-            if config.backend == "portable" and supports(config, problem, capability)
-        )
+        portable = default_config(problem, capability, "portable")
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        calls, refused = {}, {}
-        for name, attend in attends(head_dim, causal, portable).items():
+        ours = functools.partial(attention, causal=causal, config=portable)
+        calls, refused = {"dash_portable": backward_of(ours, leaves, dout)}, {}
+        for name, attend in peers(head_dim, causal).items():
             try:
                 calls[name] = backward_of(attend, leaves, dout)
                 calls[name]()

@@ -18,8 +18,8 @@ PORTABLE_TILES = {  # padded head_dim -> (block_m, block_n, num_stages), the fir
 }
 
 
-def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
-    """The rule where nothing has been measured.
+def default_config(problem: Problem, capability: tuple[int, int], backend: str = "") -> Config:
+    """The rule where nothing has been measured; with ``backend`` the first of its configs that runs.
 
     Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its own tile.
     Where the Hopper kernel does not run the problem, the portable one: 64x128 tiles up to head_dim 128 on chips with
@@ -32,18 +32,19 @@ def default_config(problem: Problem, capability: tuple[int, int]) -> Config:
     Raises ValueError, with the last candidate's reason, where no backend runs the problem.
     """
     support = None
-    for config in candidates(problem, capability):
+    for config in _candidates(problem, capability):
+        if backend and config.backend != backend:
+            continue
         support = supports(config, problem, capability)
         if support:
             return config
-    assert support is not None
+    reason = support.reason if support else f"the rule has none for backend {backend} there"
     raise ValueError(
-        f"no config runs this problem on compute capability {capability[0]}.{capability[1]}: {support.reason}"
+        f"no config runs this problem on compute capability {capability[0]}.{capability[1]}: {reason}"
     )
 
 
-def candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Config]:
-    """What the rule would run, first choice first; not all of it runs everywhere."""
+def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Config]:
     dim = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
     one_sided = problem.causal or (problem.window_left >= 0 and problem.window_right < 0)
     order = (

@@ -15,9 +15,8 @@ from typing import Any
 from gpu_cases import torch
 
 from dash_kernels import Config, Problem, attention
-from dash_kernels.default_rule import candidates
+from dash_kernels.default_rule import default_config
 from dash_kernels.device import current_gpu
-from dash_kernels.problem import supports
 from dash_kernels.testing import (
     Error,
     budgets_of,
@@ -125,22 +124,14 @@ def option_case(variant: tuple[Any, ...], combination: tuple[Any, ...], backend:
     shape = (heads, *rows) if packed else (rows[0], heads, rows[1])
     return OptionCase(
         problem,
-        portable_config(problem) if backend == "portable" else None,
+        default_config(problem, current_gpu().capability, "portable")
+        if backend == "portable"
+        else None,
         inputs,
         torch.randn(heads, device="cuda", generator=generator) if with_sink else None,
         torch.randn(shape, device="cuda", generator=generator) if with_dlse else None,
         ours,
         exact,
-    )
-
-
-def portable_config(problem: Problem) -> Config:
-    """The rule's first portable config that runs."""
-    capability = current_gpu().capability
-    return next(
-        config
-        for config in candidates(problem, capability)
-        if config.backend == "portable" and supports(config, problem, capability)
     )
 
 

@@ -21,6 +21,7 @@ from server.params import (
     Time,
     without_nul,
 )
+from tuner.export import RELEASE_NAME
 
 Text = Annotated[str, Field(max_length=16_000)]
 Number = Annotated[float, Field(strict=True)]
@@ -336,4 +337,4 @@ class ReleaseBody(BaseModel):
     model_config = ConfigDict(extra="forbid")
     gpu: GpuName = Field(examples=["h200"])
     notes: Annotated[Text, AfterValidator(without_nul)] = ""
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,99}$")] | None = None
+    name: Annotated[str, Field(pattern=f"^{RELEASE_NAME.pattern}$")] | None = None

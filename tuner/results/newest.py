@@ -12,11 +12,19 @@ from sqlalchemy import Select, func, or_, select
 
 from tuner.results.models import Result, Run
 from tuner.results.rows import ResultFilter, ResultRow, RunInfo
-from tuner.results.store import ANY, IDS_A_QUERY, ROW_FIELDS, RUN_FIELDS, Store, matching
-from tuner.winners import CELL_FIELDS, FAILED_CHECKS, Cell, winners
+from tuner.results.store import (
+    ANY,
+    DECIDING,
+    IDS_A_QUERY,
+    ROW_FIELDS,
+    RUN_FIELDS,
+    SWEEP,
+    Store,
+    matching,
+    of_sweep,
+)
+from tuner.winners import CELL_FIELDS, Cell, winners
 
-SWEEP = Run.environment_key + ":" + Run.policy_key
-DECIDING = ("ok", *FAILED_CHECKS)
 Age = tuple[datetime, int]
 
 
@@ -83,11 +91,10 @@ def rows_of(
     filters: ResultFilter = ANY,
 ) -> list[tuple[ResultRow, str]]:
     """The deciding rows of one cell in one sweep, oldest first, as ``Store.candidates`` answers them."""
-    environment, _, policy = sweep.partition(":")
     query = _deciding(_rows(), source, filters)
     for name, value in zip(CELL_FIELDS, cell, strict=True):
         query = query.where(getattr(Result, name) == value)
-    query = query.where(Run.environment_key == environment, Run.policy_key == policy)
+    query = of_sweep(query, sweep)
     query = query.where(Result.id <= until_id).order_by(Result.created_at, Result.id)
     with store.reading() as connection:
         found = [ResultRow.stored(dict(row._mapping)) for row in connection.execute(query)]

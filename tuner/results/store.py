@@ -31,6 +31,8 @@ from tuner.winners import FAILED_CHECKS, Cell
 
 RUN_FIELDS = tuple(f.name for f in fields(RunInfo))
 ROW_FIELDS = tuple(f.name for f in fields(ResultRow) if f.name != "run_uuid")
+SWEEP = Run.environment_key + ":" + Run.policy_key
+DECIDING = ("ok", *FAILED_CHECKS)  # what rows say that decide who wins
 RELEASE_FIELDS = tuple(f.name for f in fields(Release))
 NEWEST_RELEASE = (ReleaseTable.created_at.desc(), ReleaseTable.id.desc())
 ANY = ResultFilter()
@@ -274,12 +276,11 @@ class Store:
 
         ``sweep``: of this one only.
         """
-        query = _rows().add_columns((Run.environment_key + ":" + Run.policy_key).label("sweep"))
+        query = _rows().add_columns(SWEEP.label("sweep"))
         query = matching(query, replace(filters, gpu=gpu, source=source, status=None))
-        query = query.where(Result.status.in_(("ok", *FAILED_CHECKS)))
+        query = query.where(Result.status.in_(DECIDING))
         if sweep is not None:
-            environment, _, policy = sweep.partition(":")
-            query = query.where(Run.environment_key == environment, Run.policy_key == policy)
+            query = of_sweep(query, sweep)
         with self.reading() as connection:
             query = query.order_by(Result.created_at, Result.id)
             found = [dict(row._mapping) for row in connection.execute(query)]
@@ -411,6 +412,12 @@ def _row_values(run_id: int, rows: Sequence[ResultRow]) -> list[dict[str, Any]]:
 def _rows() -> Select[Any]:
     columns = [getattr(Result, name) for name in ROW_FIELDS]
     return select(*columns, Run.uuid.label("run_uuid")).join(Run, Run.id == Result.run_id)
+
+
+def of_sweep(query: Select[Any], sweep: str) -> Select[Any]:
+    """Narrowed to the runs of one sweep, named as :data:`SWEEP` names it."""
+    environment, _, policy = sweep.partition(":")
+    return query.where(Run.environment_key == environment, Run.policy_key == policy)
 
 
 def matching(query: Select[Any], filters: ResultFilter) -> Select[Any]:

@@ -104,9 +104,7 @@ def import_file(store: Store, path: str | Path) -> Imported:
                 f"{', '.join(DATABASE_ENDINGS)} or a database URL"
             )
         for run, rows in runs:
-            _check_types(run)
-            for row in rows:
-                _check_types(row)
+            _check_run(run, rows)
     except TableError as error:
         raise NotAnExport(str(error)) from None
     except KeyError as error:
@@ -136,9 +134,7 @@ def import_database(store: Store, other: str) -> Imported:
         done = Imported()
         for run in source.runs():
             try:
-                _check_types(run)
-                for row in source.results(ResultFilter(run_id=run.id), limit=None):
-                    _check_types(row)
+                _check_run(run, source.results(ResultFilter(run_id=run.id), limit=None))
             except ValueError as error:
                 raise NotAnExport(f"{other}: run {run.uuid}: {error}") from None
         for run in source.runs():
@@ -266,8 +262,14 @@ def parse_dump(data: Any) -> list[tuple[RunInfo, list[ResultRow]]]:
     return [(run_of(run), [_row_of(run, values) for values in run["rows"]]) for run in data["runs"]]
 
 
-def _check_types(value: RunInfo | ResultRow) -> None:
+def _check_run(run: RunInfo, rows: Iterable[ResultRow]) -> None:
     """Raises ValueError for a field of another type: SQLite would take it, and no reader could use it."""
+    _check_types(run)
+    for row in rows:
+        _check_types(row)
+
+
+def _check_types(value: RunInfo | ResultRow) -> None:
     for name, types in TYPES[type(value)].items():
         found = getattr(value, name)
         if type(found) not in types or (type(found) is int and abs(found) >= 2**63):

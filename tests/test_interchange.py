@@ -184,10 +184,29 @@ def test_a_foreign_file_is_one_line_and_exit_1_and_an_empty_export_is_fine(
         assert capsys.readouterr().out.startswith("0 rows added")
 
 
-def test_a_database_of_another_program_is_said_to_be_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("kind", "lacks"),
+    [
+        ("empty", "holds no table of dash"),
+        ("another program's", "holds no table of dash"),
+        ("notes", "is not a usable SQLite file (file is not a database)"),
+    ],
+)
+def test_a_database_that_is_none_of_dash_is_one_line_and_exit_1(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    lacks: str,
 ) -> None:
-    (tmp_path / "theirs.sqlite").touch()
-    names = str(tmp_path / "theirs.sqlite"), "--db", str(tmp_path / "here.sqlite")
-    assert dash_tune(monkeypatch, "import", *names) == 2
-    assert "theirs.sqlite holds no table of dash" in capsys.readouterr().err
+    theirs, here = tmp_path / "theirs.sqlite", str(tmp_path / "here.sqlite")
+    theirs.write_text("notes, and long enough to be read as a header" * 20 * (kind == "notes"))
+    if kind == "another program's":
+        with sqlite3.connect(theirs) as raw:
+            raw.execute("CREATE TABLE studies (id INTEGER)")
+    before = theirs.read_bytes()
+    assert dash_tune(monkeypatch, "import", str(theirs), "--db", here) == 1
+    out, err = capsys.readouterr()
+    assert (out, theirs.read_bytes()) == ("", before)
+    remedy = "name one that dash-tune has written, or a file that dash-tune export wrote"
+    assert err == f"dash-tune: {theirs} is not a database of dash: it {lacks}; {remedy}\n"

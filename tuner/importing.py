@@ -31,6 +31,7 @@ from tuner.export import (
 )
 from tuner.results.rows import (
     DERIVED_COLUMNS,
+    NotOurDatabase,
     Release,
     ResultFilter,
     ResultRow,
@@ -126,17 +127,27 @@ def import_file(store: Store, path: str | Path) -> Imported:
 def import_database(store: Store, other: str) -> Imported:
     """Merge every run, row and release of another database, which is only read.
 
-    Raises NotAnExport, before anything is written, for a value that SQLite kept and no reader could use.
+    Raises NotAnExport, before anything is written, for a database that is none of dash's, and for a value that SQLite
+    kept and no reader could use.
     """
+    from tuner.results import database
     from tuner.results.store import Store as Database
 
-    with Database.open(other, read_only=True) as source:
+    try:
+        source = Database.open(other, read_only=True)
+    except NotOurDatabase as error:
+        where = database.show(database.resolve_url(other))
+        raise NotAnExport(
+            f"{where} is not a database of dash: it {error.lacks}; name one that dash-tune has written, or a file "
+            "that dash-tune export wrote"
+        ) from error
+    with source:
         done = Imported()
         for run in source.runs():
             try:
                 _check_run(run, source.results(ResultFilter(run_id=run.id), limit=None))
             except ValueError as error:
-                raise NotAnExport(f"{other}: run {run.uuid}: {error}") from None
+                raise NotAnExport(f"{source.where}: run {run.uuid}: {error}") from None
         for run in source.runs():
             rows = source.results(ResultFilter(run_id=run.id), limit=None)
             fresh = [replace(row, id=None, run_id=None, run_uuid=None) for row in rows]

@@ -16,7 +16,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, TimeoutErr
 from sqlalchemy.pool import QueuePool
 
 from tuner.results import migrate
-from tuner.results.rows import StoreError, StoreUnavailable
+from tuner.results.rows import NotOurDatabase, StoreError, StoreUnavailable
 
 log = logging.getLogger("dash.results")
 
@@ -126,9 +126,8 @@ def _explain(reason: str, url: URL, disconnected: bool) -> StoreError:
     where = f"database {show(url)}"
     low = reason.lower()
     if "not a database" in low or "malformed" in low:
-        return StoreError(
-            f"{where} is not a usable SQLite file ({reason}); move it away, or {CHOOSE}"
-        )
+        lacks = f"is not a usable SQLite file ({reason})"
+        return NotOurDatabase(where, lacks, f"move it away, or {CHOOSE}")
     if "readonly" in low or "read-only" in low or "permission denied" in low:
         return StoreError(f"{where} cannot be written ({reason}); {CHOOSE}")
     if "locking protocol" in low or "disk i/o error" in low:
@@ -355,8 +354,10 @@ def _open_sqlite_read_only(path: Path, url: URL) -> Engine:
             with errors(url), engine.connect() as connection:
                 version = migrate.current_version(connection)
             engine.dispose()
-            holds = f"has the older schema {version}" if version else "holds no table of dash"
-            raise StoreError(f"database {path} {holds}; a command that writes to it mends that")
+            where, remedy = f"database {path}", "a command that writes to it mends that"
+            if version is None:
+                raise NotOurDatabase(where, "holds no table of dash", remedy)
+            raise StoreError(f"{where} has the older schema {version}; {remedy}")
         return engine
     assert failure is not None
     raise failure
@@ -388,7 +389,10 @@ def _prepare_postgres(engine: Engine, url: URL, read_only: bool) -> None:
     migrate.check_known(version, f"database {show(url)}")
     if version == migrate.HEAD:
         return
-    if version is not None or read_only:
+    if version is None and read_only:
+        remedy = "a command that writes to it mends that"
+        raise NotOurDatabase(f"database {show(url)}", "holds no table of dash", remedy)
+    if version is not None:
         raise StoreError(
             f"database {show(url)} has schema {version}, this release needs {migrate.HEAD}; "
             "stop its users and run: python -m tuner.results upgrade --db URL"

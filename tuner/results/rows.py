@@ -29,6 +29,14 @@ class StoreError(Exception):
     """The database, or a value for it, is not usable: one line that names it and the remedy."""
 
 
+class NotOurDatabase(StoreError):
+    """A database that is none of dash's: no SQLite file, empty, or of another program. ``lacks`` says which."""
+
+    def __init__(self, where: str, lacks: str, remedy: str) -> None:
+        super().__init__(f"{where} {lacks}; {remedy}")
+        self.lacks = lacks
+
+
 class StoreUnavailable(StoreError):
     """The database does not answer now; the same call may succeed later."""
 

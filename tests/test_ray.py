@@ -153,8 +153,11 @@ def test_bad_usage_is_refused_before_ray_is_asked(tmp_path: Path) -> None:
     db = str(tmp_path / "rows.db")
     with pytest.raises(UsageError, match="unknown engine 'slurm'; choose from local, ray"):
         run_sweep(request(db, engine="slurm"))
-    with pytest.raises(UsageError, match="--compile-only works on this machine alone"):
-        run_sweep(request(db, compile_only=True))
+    for option in ("compile_only", "simulate"):
+        with pytest.raises(
+            UsageError, match="is for measuring; .* --simulate work on this machine"
+        ):
+            run_sweep(request(db, **{option: True}))
     with pytest.raises(UsageError, match="unknown GPU 'h9000'"):
         run_sweep(request(db, gpu="h9000"))
 

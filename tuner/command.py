@@ -124,9 +124,9 @@ def sweep_here(request: SweepRequest, reporter: Reporter, guard: Guard) -> Summa
 
 
 def _run_on_cluster(request: SweepRequest) -> int:
-    if request.compile_only:
+    if request.compile_only or request.simulate:
         raise UsageError(
-            "--engine ray is for measuring; --compile-only works on this machine alone"
+            "--engine ray is for measuring; --compile-only and --simulate work on this machine alone"
         )
     try:
         validate(request.filters)

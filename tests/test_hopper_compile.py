@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from dash_kernels.kernels.compile import main as compile_command
+
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ["-m", "dash_kernels.kernels.compile"]
 
@@ -56,6 +58,15 @@ def test_shipped_winners_compile_to_what_the_table_says(
         for name in ("served", "best"):
             said = cell[name]
             assert (said["registers"], said["spill_bytes"], said["shared_bytes"]) in found
+
+
+def test_a_largest_head_dim_below_all_that_are_shipped_is_refused_with_the_choices(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert compile_command(["--shipped", "--max-head-dim", "8"]) == 2
+    out, err = capsys.readouterr()
+    remedy = "choose --max-head-dim (MAX_HEAD_DIM) from 64, 128"
+    assert (out, err) == ("", f"error: no shipped winner has a head_dim of 8 or less; {remedy}\n")
 
 
 def test_symmetric_shift_costs_no_registers(triton_pythons: list[Path], tmp_path: Path) -> None:

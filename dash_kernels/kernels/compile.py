@@ -228,7 +228,7 @@ class Wanted(NamedTuple):
     cooperative: bool
 
 
-def shipped_winners(max_head_dim: int) -> list[Wanted]:
+def shipped_winners(max_head_dim: int = sys.maxsize) -> list[Wanted]:
     """Main kernels of the winners in the shipped tables, served and best of all, each once.
 
     Kinds and launches share a kernel, so a config stands here with the kind of its table entry that came first.
@@ -275,6 +275,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         if options.shipped:
             work = shipped_winners(options.max_head_dim)
+            if not work:
+                dims = ", ".join(str(d) for d in sorted({w.head_dim for w in shipped_winners()}))
+                few = f"no shipped winner has a head_dim of {options.max_head_dim} or less"
+                raise ValueError(f"{few}; choose --max-head-dim (MAX_HEAD_DIM) from {dims}")
         else:
             major, minor = (int(part) for part in options.capability.split("."))
             config = Config.from_dict(json.loads(options.config))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from sqlalchemy import text
 
 import tuner.command
+import tuner.worker
 from tuner.command import SweepRequest, UsageError, run_sweep
 from tuner.nvml import VisibleGpu
 from tuner.results import ResultRow, Store
@@ -63,6 +67,29 @@ def test_a_gpu_that_never_starts_is_left_out_too(
     use(monkeypatch, BAD, GOOD)
     assert run_sweep(replace(request_, budget_s=60.0)) == 0
     assert {row.status for row in rows(request_)} == {"ok"}
+
+
+def test_a_gpu_that_the_system_gives_no_second_process_is_lost_too(
+    request_: SweepRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As for want of memory: the row in hand is kept, and with no GPU left all are."""
+    spawn, given = tuner.worker._spawn, []
+
+    def once(end: Any, log: Any, handler: str, options: Any, env: Any) -> Any:
+        if handler == request_.measurer and given:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        given.extend([handler] * (handler == request_.measurer))
+        return spawn(end, log, handler, options, env)
+
+    monkeypatch.setattr(tuner.worker, "_spawn", once)
+    use(monkeypatch, BAD)
+    with pytest.raises(UsageError) as end:
+        run_sweep(replace(request_, budget_s=60.0))
+    said = "no GPU worker is left, the last could not start: a worker process could not be made: "
+    assert f"{said}Cannot allocate memory; 1 rows of this command are kept" in str(end.value)
+    assert [row.status for row in rows(request_)] == ["runtime"]
+    with Store.open(request_.db) as store:
+        assert all(run.finished for run in store.runs())
 
 
 def test_with_none_left_the_sweep_ends_with_its_rows_and_the_same_command_goes_on(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,12 +13,28 @@ from typing import Any
 
 import pytest
 
+import dash_kernels.device
+import tuner.peers
+import tuner.worker
 from dash_kernels.problem import Config, Problem
-from tuner.peers import our_configs, summary, takes_peers, write
+from tuner.command import UsageError
+from tuner.peers import our_configs, run_peers, summary, takes_peers, write
 from tuner.results import ResultRow, RunInfo, Store
+from tuner.space import SpaceFilter
 
 PROBLEM = Problem("causal", 128, 4096, batch=4, heads=16)
 H200 = SimpleNamespace(name="h200", capability=(9, 0))
+
+
+def test_compile_processes_that_cannot_start_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(dash_kernels.device, "current_gpu", lambda _: H200)
+    monkeypatch.setattr(tuner.peers, "available", lambda: ["fa4"])
+    monkeypatch.setattr(tuner.worker, "_spawn", refuse)
+    with pytest.raises(UsageError, match="no compile process is left, .* could not be made: Res"):
+        run_peers(SpaceFilter(("causal",), (128,), (4096,)), None, None, 3, False)
 
 
 def test_without_rows_the_default_rule_stands_for_us(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -9,10 +10,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from processes import alive, gone_within
 
+import tuner.worker
 from dash_kernels.problem import Config, Problem
 from tuner.engines.local import Pool
 from tuner.worker import Worker, WorkerStartError
@@ -140,6 +143,42 @@ def test_a_handler_that_cannot_start_says_why() -> None:
     worker = Worker("fake_handlers:Missing", {})
     with pytest.raises(WorkerStartError, match="Missing"):
         worker.wait_ready()
+
+
+def test_a_process_that_the_system_does_not_give_is_a_worker_that_does_not_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spawn, notes, left = tuner.worker._spawn, [], [2]
+
+    def scarce(*arguments: Any) -> Any:
+        left[0] -= 1
+        if left[0] < 0:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return spawn(*arguments)
+
+    monkeypatch.setattr(tuner.worker, "_spawn", scarce)
+    before = len(os.listdir("/proc/self/fd"))
+    pool = Pool(ECHO, [({}, {"uuid": f"GPU-{n}"}) for n in range(4)], notes.append, "worker")
+    why = "a worker process could not be made: Resource temporarily unavailable"
+    try:
+        said = "of GPU-{} could not start, the others go on without it"
+        assert notes == [f"the worker {said.format(n)}: {why}" for n in (2, 3)]
+        for slot in pool.slots:
+            slot.worker.wait_ready()
+            pool.submit(slot, slot.options["uuid"], {"do": "die"}, 10)
+        finished = []
+        while len(finished) < 2:
+            finished += [ticket for _, ticket, _ in pool.poll()]
+        assert sorted(finished) == ["GPU-0", "GPU-1"], "also what the last one had in hand"
+        assert len(notes) == 3
+        with pytest.raises(WorkerStartError, match=f"no worker is left, .* start: {why}"):
+            pool.poll()
+        with pytest.raises(WorkerStartError, match=f"no worker is left, .* start: {why}"):
+            Pool(ECHO, [({}, {})] * 2, notes.append, "worker")
+    finally:
+        pool.close()
+    del pool, slot
+    assert len(os.listdir("/proc/self/fd")) <= before, "no file stays open"
 
 
 def test_the_pool_replaces_a_dead_worker() -> None:

@@ -26,6 +26,7 @@ from tuner.results import ResultFilter, Store
 from tuner.sampling import Sampler, Timing, matmul_tflops
 from tuner.space import SpaceFilter, baseline_config, problems, validate
 from tuner.stats import median_interval
+from tuner.worker import WorkerStartError
 
 WARM_TIMEOUT_S = 300.0
 OURS = ("dash_served", "dash_best", "dash_unordered", "dash_ascending")
@@ -46,7 +47,10 @@ def run_peers(
         raise UsageError(f"peers runs on a GPU: {error}") from None
     shapes = problems(filters)
     others = [problem for problem in shapes if takes_peers(problem)]
-    warm_up([name for name in available() if name.startswith("fa4")], others)
+    try:
+        warm_up([name for name in available() if name.startswith("fa4")], others)
+    except WorkerStartError as error:
+        raise UsageError(str(error)) from None
     bench = Bench(gpu, rounds)
     today = datetime.now(timezone.utc).date().isoformat()
     path = output or Path("benchmarks") / "results" / f"peers-{gpu.name}-{today}.json"

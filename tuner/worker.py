@@ -21,7 +21,7 @@ import time
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 LOG_TAIL_BYTES = 4000
 PARENT_POLL_S = 0.5
@@ -50,36 +50,29 @@ class Reply:
 
 
 class WorkerStartError(RuntimeError):
-    """The handler could not be built in its process; the message is one line for the user."""
+    """There is no process, or the handler could not be built in it; the message is one line for the user."""
 
 
 class Worker:
-    """One child process. It takes one task at a time; after a reply that is ``dead`` build another."""
+    """One child process. It takes one task at a time; after a reply that is ``dead`` build another.
+
+    Raises WorkerStartError when the system gives no process (memory, the limit on processes or on open files).
+    """
 
     def __init__(
         self, handler: str, options: dict[str, Any], env: dict[str, str] | None = None
     ) -> None:
-        parent_end, child_end = socket.socketpair()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the child
-        root = str(Path(__file__).resolve().parents[1])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
-        self._process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "tuner.worker",
-                str(child_end.fileno()),
-                handler,
-                json.dumps(options),
-            ],
-            env={**os.environ, "PYTHONPATH": path, **(env or {})},
-            pass_fds=[child_end.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=self._log,
-            stderr=self._log,
-            start_new_session=True,
-        )
-        child_end.close()
+        with contextlib.ExitStack() as unless_started:
+            try:
+                parent_end, child_end = socket.socketpair()
+                unless_started.callback(parent_end.close)
+                with child_end:
+                    self._log = unless_started.enter_context(tempfile.TemporaryFile())
+                    self._process = _spawn(child_end, self._log, handler, options, env or {})
+            except OSError as error:
+                said = error.strerror or str(error)
+                raise WorkerStartError(f"a worker process could not be made: {said}") from None
+            unless_started.pop_all()
         self.connection = Connection(parent_end.detach())
         self.started = time.monotonic()
         self.ready = False
@@ -214,6 +207,23 @@ class Worker:
         size = self._log.seek(0, os.SEEK_END)
         self._log.seek(max(0, size - LOG_TAIL_BYTES))
         return self._log.read().decode(errors="replace")
+
+
+def _spawn(
+    end: socket.socket, log: IO[bytes], handler: str, options: dict[str, Any], env: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH", ""))))
+    fd = end.fileno()
+    return subprocess.Popen(
+        [sys.executable, "-m", "tuner.worker", str(fd), handler, json.dumps(options)],
+        env={**os.environ, "PYTHONPATH": path, **env},
+        pass_fds=[fd],
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
 
 
 def _descendants(pid: int) -> list[int]:

@@ -17,7 +17,7 @@ START_TIMEOUT_S = 300.0
 class Slot:
     """A place for a worker: its process now, the ticket in its hands, and what it last worked on.
 
-    ``lost``: its process could not start, and no other one will.
+    ``lost``: its process could not start, or none could be made, and no other one will.
     """
 
     env: dict[str, str]
@@ -37,7 +37,7 @@ class Pool:
     """As many workers of one handler as there are ``places``: (environment variables, handler options) pairs.
 
     A place whose worker cannot start, at first or again, is lost and told to ``note``; the others go on. ``what`` are
-    the workers in the words of that note.
+    the workers in the words of that note. Raises WorkerStartError when no process can be made for any place.
     """
 
     def __init__(
@@ -48,7 +48,19 @@ class Pool:
         what: str,
     ) -> None:
         self.handler, self.note, self.what = handler, note, what
-        self.slots = [Slot(env, options, Worker(handler, options, env)) for env, options in places]
+        self.slots: list[Slot] = []
+        self._last_loss = ""
+        lost: dict[str, None] = {}  # the same line for each of many compile processes is said once
+        for env, options in places:
+            try:
+                self.slots.append(Slot(env, options, Worker(handler, options, env)))
+            except WorkerStartError as error:
+                lost[self._loss(options, error)] = None
+                self._last_loss = str(error)
+        if not self.slots:
+            raise self._none_left()
+        for line in lost:
+            note(line)
 
     @property
     def _living(self) -> list[Slot]:
@@ -72,7 +84,7 @@ class Pool:
     def poll(self) -> list[tuple[Slot, Any, Reply]]:
         """Finished tasks as (slot, ticket, reply). A dead worker is replaced before its reply is handed out.
 
-        Raises WorkerStartError when every place is lost; the caller closes the pool.
+        Raises WorkerStartError when every place is lost and no reply is left; the caller closes the pool.
         """
         finished = []
         for slot in self._living:
@@ -85,19 +97,34 @@ class Pool:
                 continue
             ticket, slot.ticket = slot.ticket, None
             if reply.dead:
-                slot.worker = Worker(self.handler, slot.options, slot.env)
-                slot.held = None
-                slot.starts += 1
+                self._replace(slot)
             if ticket is not None:
                 finished.append((slot, ticket, reply))
+        if not finished and not self._living:
+            raise self._none_left()
         return finished
+
+    def _replace(self, slot: Slot) -> None:
+        slot.held = None
+        slot.starts += 1
+        try:
+            slot.worker = Worker(self.handler, slot.options, slot.env)
+        except WorkerStartError as error:
+            self._lose(slot, error)
 
     def _lose(self, slot: Slot, error: WorkerStartError) -> None:
         slot.lost = True
-        if not self._living:
-            raise WorkerStartError(f"no {self.what} is left, the last could not start: {error}")
-        place = f" of {slot.options['uuid']}" if "uuid" in slot.options else ""
-        self.note(f"the {self.what}{place} could not start, the others go on without it: {error}")
+        self._last_loss = str(error)
+        if self._living:
+            self.note(self._loss(slot.options, error))
+
+    def _loss(self, options: dict[str, Any], error: WorkerStartError) -> str:
+        place = f" of {options['uuid']}" if "uuid" in options else ""
+        return f"the {self.what}{place} could not start, the others go on without it: {error}"
+
+    def _none_left(self) -> WorkerStartError:
+        last = f"the last could not start: {self._last_loss}"
+        return WorkerStartError(f"no {self.what} is left, {last}")
 
     def seconds_left(self) -> float:
         """Until the first worker in the pool runs out of time."""

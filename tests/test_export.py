@@ -147,11 +147,26 @@ def test_a_release_is_numbered_named_and_frozen(store: Store) -> None:
 def test_a_release_without_a_name_is_named_after_all_there_are(
     store: Store, monkeypatch: pytest.MonkeyPatch, there: tuple[str, ...], named: str
 ) -> None:
+    days = [datetime(2027, 1, 1, tzinfo=timezone.utc)]  # and then the clock is set back
+    monkeypatch.setattr(export, "utc_now", lambda: days[0])
     for name in there:
         export.freeze(store, "h200", name=name)
-    now = datetime(2026, 11, 30, 12, tzinfo=timezone.utc)
-    monkeypatch.setattr(export, "utc_now", lambda: now)
+    days[0] = datetime(2026, 11, 30, 12, tzinfo=timezone.utc)
     assert export.freeze(store, "h200").name == named
+
+
+@pytest.mark.parametrize("name", ["h200-2099-01-01.1", "2099-01-01.1", "mine-2026-12-02"])
+def test_a_name_of_a_day_after_tomorrow_is_refused_as_later_names_would_follow_it(
+    store: Store, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    now = datetime(2026, 11, 30, 23, tzinfo=timezone.utc)
+    monkeypatch.setattr(export, "utc_now", lambda: now)
+    with pytest.raises(StoreError, match=r"20.* is after tomorrow .*day up to 2026-12-01, or none"):
+        export.freeze(store, "h200", name=name)
+    export.freeze(store, "h200", name="h200-2026-12-01")
+    with Store.open("sqlite://") as other:
+        table = LookupTable.from_dict(export.lookup_table(store, "h200", name))
+        assert importing.import_table(other, table, "table.json").releases == 1, "what exists stays"
 
 
 # -- rows -----------------------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def test_a_release_is_the_newest_though_the_clock_went_back(
     assert len(writable.get("/results").json()["results"]) == 2
 
 
-@pytest.mark.parametrize("name", ["draft", "3", "../x", "a b"])
+@pytest.mark.parametrize("name", ["draft", "3", "../x", "a b", "h200-9999-01-01"])
 def test_a_name_that_means_something_else_is_refused(
     writable: TestClient, empty: Store, name: str
 ) -> None:

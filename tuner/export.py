@@ -38,6 +38,7 @@ log = logging.getLogger("dash.results")
 
 DUMP_FORMAT = 1
 RELEASE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+DAY = re.compile(r"\d{4}-\d\d-\d\d")
 ROW_COLUMNS = tuple(f.name for f in fields(ResultRow) if f.name not in ("run_id", "id"))
 RUN_COLUMNS = (
     "run_source",
@@ -146,7 +147,7 @@ def freeze(
 
 
 def check_release_name(name: str) -> None:
-    """Raises StoreError for a name that no release may have."""
+    """Raises StoreError for a name that no release may be given. One that was imported keeps the name it has."""
     if not RELEASE_NAME.fullmatch(name):
         raise StoreError(
             f"release name {name!r}: use up to 100 letters, digits, '.', '_' and '-', a letter or digit first"
@@ -155,11 +156,18 @@ def check_release_name(name: str) -> None:
         raise StoreError(
             f"release name {name!r} would read as a number or as the draft; choose another"
         )
+    tomorrow = f"{utc_now() + timedelta(days=1):%Y-%m-%d}"
+    day = max(DAY.findall(name), default="")
+    if day > tomorrow:
+        raise StoreError(
+            f"release name {name!r}: {day} is after tomorrow (UTC), and every later default name would follow it; use a "
+            f"day up to {tomorrow}, or none"
+        )
 
 
 def _next_name(gpu: str, there: Iterable[str]) -> str:
     """``<gpu>-<date>``, of today and without a number if all those ``there`` are of earlier days, else after them."""
-    dated = re.compile(rf"{re.escape(gpu)}-(\d{{4}}-\d\d-\d\d)(?:[.-](\d+))?")
+    dated = re.compile(rf"{re.escape(gpu)}-({DAY.pattern})(?:[.-](\d+))?")
     found = [(match[1], int(match[2] or 1)) for name in there if (match := dated.match(name))]
     newest, number = max(found, default=("", 0))
     today = f"{utc_now():%Y-%m-%d}"

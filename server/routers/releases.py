@@ -17,7 +17,7 @@ from server.params import LARGEST_ID, DiffQuery, GpuQuery, NoQuery, digits
 from server.routers.best import FAILURES, UNCHANGED, table_response
 from server.routers.results import WRITE_FAILURES
 from server.security import writer
-from tuner.export import freeze, lookup_table
+from tuner.export import check_release_name, freeze, lookup_table
 from tuner.results.queries import DRAFT
 from tuner.results.rows import Release, StoreError, StoreUnavailable
 
@@ -60,10 +60,11 @@ def create(context: Context) -> APIRouter:
             raise invalid(
                 "gpu", f"{gpu} has no measured winner to freeze; run dash-tune --gpu {gpu} first"
             )
-        if body.name is not None and (body.name == DRAFT or body.name.isdecimal()):
-            raise invalid(
-                "name", f"name {body.name!r} would read as a number or as the draft; choose another"
-            )
+        if body.name is not None:
+            try:
+                check_release_name(body.name)
+            except StoreError as error:
+                raise invalid("name", str(error)) from None
         try:
             release = freeze(
                 context.store,

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
+from tuner.results.database import file_identity
 from tuner.results.migrate import HEAD
 from tuner.results.rows import StoreUnavailable
 from tuner.results.store import Store
@@ -52,7 +52,7 @@ class Fresh:
         self._asker = ThreadPoolExecutor(1, thread_name_prefix="dash-fresh")
         self._asked: Future[Look] | None = None
         self._path = store.url.database if store.is_sqlite else None
-        self._file = self._identity() if self._path else None
+        self._file = file_identity(store.url) if self._path else None
         self._files = 0
 
     async def current(self) -> State:
@@ -105,17 +105,10 @@ class Fresh:
         self._last = Look(State(self._files, *self._store.state()), begun, writes)
         return self._last
 
-    def _identity(self) -> tuple[int, int] | None:
-        try:
-            found = os.stat(str(self._path))
-        except OSError:
-            return None
-        return found.st_dev, found.st_ino
-
     def _look_at_the_file(self) -> None:
         if self._path is None:
             return
-        found = self._identity()
+        found = file_identity(self._store.url)
         if found is None:
             raise StoreUnavailable(f"database {self._path} is gone")
         if found == self._file:

@@ -11,6 +11,7 @@ import sqlite3
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,12 +246,35 @@ def test_a_file_that_is_gone_takes_no_row_until_it_is_back(tmp_path: Path) -> No
     with Store.open(path) as store:
         run = store.start_run(RUN)
         path.rename(aside)
-        with pytest.raises(StoreUnavailable, match="results.db is gone; put it back"):
-            store.add(run, row(1))
-        assert not path.exists()
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match="results.db is gone; put it back"):
+                store.add(run, row(1))
+            assert not path.exists()
+            store.close()
         aside.rename(path)
         store.add(run, row(1))
         assert store.count() == 1
+
+
+def test_a_file_in_the_place_of_the_one_that_was_opened_takes_no_row(tmp_path: Path) -> None:
+    path, aside, other = (tmp_path / name for name in ("results.db", "aside.db", "other.db"))
+    _fill(str(other))
+    with Store.open(path) as store:
+        run = store.start_run(RUN)
+        path.rename(aside)
+        other.rename(path)
+        with pytest.raises(StoreUnavailable, match="results.db was replaced by another file; put"):
+            store.add(run, row(1))
+        path.rename(other)
+        aside.rename(path)
+        store.add(run, row(1))
+        assert store.count() == 1
+        for name in tmp_path.glob("results.db*"):
+            name.unlink()
+        other.rename(path)
+        store.close()
+        store.start_run(replace(RUN, uuid="another"))
+        assert len(store.runs()) == 2, "opened anew, the file that is there is the database"
 
 
 def test_a_database_in_a_folder_without_write_permission_can_be_read() -> None:

@@ -77,6 +77,17 @@ def show(url: URL) -> str:
     )
 
 
+def file_identity(url: URL) -> tuple[int, int] | None:
+    """Device and inode of a SQLite database's file as it stands now; None where there is no file."""
+    if url.drivername != "sqlite" or url.database is None:
+        return None
+    try:
+        found = os.stat(url.database)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
 def open_engine(url: URL, read_only: bool) -> Engine:
     """An engine whose schema is this release's. Raises StoreError."""
     if url.drivername != "sqlite":

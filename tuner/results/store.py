@@ -54,6 +54,7 @@ class Store:
         self._writer = engine.execution_options(write=True)
         self._remembered: dict[Any, Any] = {}
         self._computing = threading.RLock()
+        self._file = database.file_identity(url)
 
     @classmethod
     def open(cls, url: str | os.PathLike[str] | None = None, read_only: bool = False) -> Store:
@@ -65,7 +66,9 @@ class Store:
         return cls(database.open_engine(resolved, read_only), resolved, read_only)
 
     def close(self) -> None:
+        """Close the connections; the next call opens the file that stands at the database's path by now."""
         self._engine.dispose()
+        self._file = database.file_identity(self.url) or self._file
 
     def __enter__(self) -> Store:
         return self
@@ -382,11 +385,16 @@ class Store:
         """One short transaction that may write."""
         if self.read_only:
             raise StoreError(f"database {self.where} was opened for reading only")
-        file = self.url.database if self.is_sqlite else None
-        if file and not os.path.exists(file):  # SQLite would write on, and lose it
-            raise StoreUnavailable(f"database {self.where} is gone; put it back and try again")
+        self._require_same_file()
         with database.errors(self.url), self._writer.begin() as connection:
             yield connection
+
+    def _require_same_file(self) -> None:
+        """SQLite would write on into a file that has no name any more, and lose it."""
+        found = database.file_identity(self.url)
+        if found != self._file:
+            how = "was replaced by another file; put the first one" if found else "is gone; put it"
+            raise StoreUnavailable(f"database {self.where} {how} back and try again")
 
     @contextmanager
     def _write(self) -> Iterator[Connection]:

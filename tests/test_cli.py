@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
@@ -344,3 +346,40 @@ def test_the_time_left_is_no_more_than_the_budget_leaves() -> None:
     assert 9.0 <= left <= 10.0
     progress.budget_s = 0.0
     assert (progress.seconds_left() or 0.0) > 1000.0
+
+
+SLOW_IMPORT = """
+import signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from tuner.entry import main
+assert not {"typer", "sqlalchemy", "tuner.cli"} & set(sys.modules), "the entry is light"
+
+class Slow:
+    @staticmethod
+    def find_spec(name, path, target=None):
+        if name == sys.argv[0]:
+            print("importing", flush=True)
+            time.sleep(60)
+
+sys.argv = sys.argv[1:]
+sys.meta_path.insert(0, Slow)
+main()
+"""
+
+
+@pytest.mark.parametrize("module", ["typer", "sqlalchemy", "tuner.stored"])
+def test_ctrl_c_while_modules_are_imported_is_quiet_and_exit_130(module: str) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_IMPORT, module, "show"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    finally:
+        process.kill()
+    assert (process.returncode, out, err.strip()) == (130, "", "")

@@ -80,7 +80,7 @@ def test_wheel_says_its_version_and_commands(wheel: zipfile.ZipFile, project: An
     assert dash_kernels.__version__ == version
     (entry_points,) = (n for n in wheel.namelist() if n.endswith(".dist-info/entry_points.txt"))
     text = wheel.read(entry_points).decode()
-    assert "dash-tune = tuner.cli:main" in text
+    assert "dash-tune = tuner.entry:main" in text
     assert "dash-serve = server.cli:main" in text
     for name in (f"dash-server:{version}", f"dash-tuner:{version}"):
         assert name in (ROOT / "docker-compose.yml").read_text(encoding="utf-8")

@@ -162,7 +162,8 @@ def budgets_of(
     """Exact gradients in float64 and their error budgets, by name: dq, dk, dv, and dsink with a sink.
 
     Inputs are (B, S, H, D); with ``cu_seqlens``, where the sequences of q and of k begin, (total, H, D). ``options``:
-    ``window``, ``softcap``, ``sink``, ``dlse`` as in :mod:`dash_kernels.reference`.
+    ``window``, ``softcap``, ``sink``, ``dlse`` as in :mod:`dash_kernels.reference`. dsink has a value a head: how close a
+    peer came to so few says little, so its budget is at least what rounding the output does to it, six deviations.
     """
     inputs, how = (dout, q, k, v), {"causal": causal, "scale": scale, **options}
     if cu_seqlens is None:
@@ -174,7 +175,35 @@ def budgets_of(
     names = (*GRADIENTS, "dsink")[: len(peer)]
     truth = {name: x for name, x in zip(names, exact, strict=False) if x is not None}
     budgets = {name: error_budget(truth[name], x) for name, x in zip(names, peer, strict=True)}
+    if "dsink" in budgets:
+        noise = 6 * _sink_noise(inputs, cu_seqlens, how)
+        norm, budget = truth["dsink"].norm().item(), budgets["dsink"]
+        budgets["dsink"] = Error(
+            max(budget.max_abs, noise.max().item()),
+            max(budget.relative, noise.norm().item() / norm if norm else 0.0),
+        )
     return truth, budgets
+
+
+def _sink_noise(
+    inputs: tuple[Tensor, Tensor, Tensor, Tensor],
+    cu_seqlens: tuple[Tensor, Tensor] | None,
+    how: dict[str, Any],
+) -> Tensor:
+    """Standard deviation, (H,), of the error in dsink when the output is rounded to its dtype and all else is exact."""
+    dout, q, k, v = inputs
+    how = {name: x for name, x in how.items() if name != "dlse"}
+    if cu_seqlens is None:
+        out, lse = reference.attention_forward(q, k, v, **how)
+    else:
+        packed_out, packed_lse = reference.packed_forward(q, k, v, *cu_seqlens, **how)
+        dout, out, lse = dout[None], packed_out[None], packed_lse[None]
+    share = (
+        how["sink"].double()[:, None] - lse
+    ).exp()  # 0 for rows that see no key: their lse is +inf
+    products = (dout.double() * out).square().sum(-1).transpose(1, 2)
+    variance = (share.square() * products).sum((0, 2)) / 12
+    return torch.finfo(dout.dtype).eps * variance.sqrt()
 
 
 def _packed_peer(

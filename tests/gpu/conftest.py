@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
             if item.config.pluginmanager.hasplugin("timeout"):
                 # In a thread: a signal waits for Python, which a hung kernel never gives back.
-                item.add_marker(pytest.mark.timeout(120, method="thread"))
+                item.add_marker(pytest.mark.timeout(240, method="thread"))
 
 
 @pytest.fixture(scope="session", autouse=True)

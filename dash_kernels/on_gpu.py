@@ -62,7 +62,7 @@ def forward(
     if sink is not None:
         from dash_kernels.kernels.sinks import apply_sink
 
-        apply_sink(out, lse, sink)
+        lse = apply_sink(out, lse, sink)
     if sequences is None:
         return out, lse
     from dash_kernels.kernels.tails import clear_output_tail

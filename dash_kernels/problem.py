@@ -312,15 +312,12 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def hopper_shared_bytes(config: Config, head_dim: int) -> int:
-    """Shared memory of the Hopper main kernel: its buffers, and 1 KiB that holds barriers, records and captures.
-
-    At head_dim 64 K and V are double-buffered, at 128 dS is.
-    """
+    """Shared memory of the Hopper main kernel: its buffers, and 1 KiB that holds barriers, records and captures."""
     m, n, d = config.block_m, config.block_n, _row_length(head_dim)
-    kv_buffers, ds_slots = (2, 1) if d == 64 else (1, 2)
-    kv, q_do = kv_buffers * 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
+    kv, q_do = 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
+    ds = 2 * n * m * 2
     ring = config.dq_stages * m * d * 4  # dK and dV leave through it too
-    return kv + q_do + ds_slots * n * m * 2 + ring + 1024
+    return kv + q_do + ds + ring + 1024
 
 
 def portable_shared_bytes(config: Config, head_dim: int, head_dim_v: int = 0) -> int:

@@ -24,26 +24,16 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from dash_kernels.kernels.hopper_compute import consumer
 from dash_kernels.kernels.hopper_copy import producer, writer
 from dash_kernels.kernels.hopper_shared import (
-    DO_FULL,
     DONE,
-    DS_EMPTY,
-    DS_FULL,
     KV_EMPTY,
     KV_FULL,
-    MAX_STAGES,
     NUM_BARRIERS,
     NUM_WORDS,
     OUT_EMPTY,
     OUT_FULL,
-    Q_EMPTY,
-    Q_FULL,
-    RING_EMPTY,
-    RING_FULL,
     TILE_EMPTY,
     TILE_FULL,
     ZERO,
-    ds_slots,
-    kv_buffers,
     several,
     write_scalar,
 )
@@ -73,53 +63,56 @@ def backward_hopper(
     Q_TILE: gl.constexpr = q_desc.block_type.shape
     DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, M], DTYPE)
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_s = gl.allocate_shared_memory(DTYPE, several(kv_buffers(D), KV_TILE), k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, several(kv_buffers(D), KV_TILE), v_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, several(1, KV_TILE), k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, several(1, KV_TILE), v_desc.layout)
     q_s = gl.allocate_shared_memory(DTYPE, several(STAGES, Q_TILE), q_desc.layout)
     do_s = gl.allocate_shared_memory(DTYPE, several(STAGES, Q_TILE), do_desc.layout)
     dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, M * D // 256, 256], dq_desc.layout)
-    ds_s = gl.allocate_shared_memory(DTYPE, [ds_slots(D), N, M], DS_LAYOUT)
+    ds_s = gl.allocate_shared_memory(DTYPE, [2, N, M], DS_LAYOUT)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [NUM_WORDS, 1], WORD)
     write_scalar(words, ZERO, 0)
-    bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], BARRIER)
+    q_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    do_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    ring_empty = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER)
     for i in gl.static_range(2):
         mbarrier.init(bars.index(TILE_FULL + i), count=1)
         mbarrier.init(bars.index(TILE_EMPTY + i), count=4)  # two warpgroups, two writers
-        mbarrier.init(bars.index(KV_FULL + i), count=1)
-        mbarrier.init(bars.index(KV_EMPTY + i), count=2)
         mbarrier.init(bars.index(OUT_FULL + i), count=2)
-        mbarrier.init(bars.index(DS_FULL + i), count=2)
+    mbarrier.init(bars.index(KV_FULL), count=1)
+    mbarrier.init(bars.index(KV_EMPTY), count=2)
     mbarrier.init(bars.index(OUT_EMPTY), count=2)
     mbarrier.init(bars.index(DONE), count=2)
-    mbarrier.init(bars.index(DS_EMPTY), count=2)
-    for i in gl.static_range(MAX_STAGES):
-        mbarrier.init(bars.index(Q_FULL + i), count=1)
-        mbarrier.init(bars.index(DO_FULL + i), count=1)
-        mbarrier.init(bars.index(Q_EMPTY + i), count=2)
-        mbarrier.init(bars.index(RING_FULL + i), count=2)
-        mbarrier.init(bars.index(RING_EMPTY + i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(q_full.index(i), count=1)
+        mbarrier.init(do_full.index(i), count=1)
+    for i in gl.static_range(DQ_STAGES):
+        mbarrier.init(ring_empty.index(i), count=1)
     fence_async_shared()
     span = left + right + 1
     gl.warp_specialize(
         [
             (consumer, (
-                dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, scale_log2, cap_log2,
-                scale, span, group, 0, MASK, SOFTCAP, GROUPED, M, N, D, STAGES, DQ_STAGES, POLICY)),
+                dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, q_full, do_full,
+                ring_empty, scale_log2, cap_log2, scale, span, group, 0, MASK, SOFTCAP, GROUPED, M, N, D,
+                STAGES, DQ_STAGES, POLICY)),
             (consumer, (
-                dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, scale_log2, cap_log2,
-                scale, span, group, 1, MASK, SOFTCAP, GROUPED, M, N, D, STAGES, DQ_STAGES, POLICY)),
+                dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, q_full, do_full,
+                ring_empty, scale_log2, cap_log2, scale, span, group, 1, MASK, SOFTCAP, GROUPED, M, N, D,
+                STAGES, DQ_STAGES, POLICY)),
             (producer, (
                 q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, bars,
-                workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave, num_m, left, right,
-                seq_len, seq_len_kv, MASK, GROUPED, PACKED, DESCENDING, M, N, D, STAGES)),
+                q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave,
+                num_m, left, right, seq_len, seq_len_kv, MASK, GROUPED, PACKED, DESCENDING, M, N, D, STAGES)),
             (writer, (
-                dq_desc, dk_desc, dv_desc, dq_s, words, bars, workspace, bound_us, arrays, num_steps, num_m, 0, GROUPED, PACKED,
-                DESCENDING, M, N, D, DQ_STAGES, POLICY, ORDER_OF_START)),
+                dq_desc, dk_desc, dv_desc, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,
+                num_m, 0, GROUPED, PACKED, DESCENDING, M, N, D, DQ_STAGES, POLICY, ORDER_OF_START)),
             (writer, (
-                dq_desc, dk_desc, dv_desc, dq_s, words, bars, workspace, bound_us, arrays, num_steps, num_m, 1, GROUPED, PACKED,
-                DESCENDING, M, N, D, DQ_STAGES, POLICY, ORDER_OF_START)),
+                dq_desc, dk_desc, dv_desc, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,
+                num_m, 1, GROUPED, PACKED, DESCENDING, M, N, D, DQ_STAGES, POLICY, ORDER_OF_START)),
         ],
         [4, 1, 1, 1],
         [232, 40, 40, 40],

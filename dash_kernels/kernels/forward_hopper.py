@@ -39,7 +39,8 @@ class ForwardTile:
         return self.consumers * BAND.value
 
 
-# By (padded head_dim, whether every query sees every key).
+LONG = 8192  # rows from which a causal walk is long
+# By (padded head_dim, whether a Q tile's walk is long: all of K, or causal rows of a long sequence).
 TILES = {
     (64, True): ForwardTile(3, 128, 3),
     (64, False): ForwardTile(2, 128, 4),
@@ -158,7 +159,8 @@ def _plan(
     else:
         mask = "causal" if causal else "full"
     cols = 64 if max(head_dim, head_dim_v) <= 64 else 128
-    tile = tile or TILES[cols, mask == "full"]
+    far = mask == "full" or (mask == "causal" and not packed and min(seq_len, seq_len_kv) >= LONG)
+    tile = tile or TILES[cols, far]
     if mask == "full" and (packed or seq_len_kv % tile.block_n):
         mask = "tail"
     count, longest = lengths or (0, seq_len_kv)

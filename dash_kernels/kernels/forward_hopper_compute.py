@@ -18,7 +18,6 @@ from dash_kernels.kernels.forward_hopper_copy import (
     COUNT,
     HEAD,
     K_EMPTY,
-    K_FULL,
     LIMIT,
     LSE_ROW,
     MASKED,
@@ -31,11 +30,10 @@ from dash_kernels.kernels.forward_hopper_copy import (
     TILE_EMPTY,
     TILE_FULL,
     V_EMPTY,
-    V_FULL,
     read_word,
 )
 from dash_kernels.kernels.hopper_copy import store_rows
-from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, WINDOW_MASK
+from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, WINDOW_MASK, arrive
 
 # A row's maximum before it saw a key: finite, so that no difference of maxima is NaN.
 LOWEST = gl.constexpr(-1e30)
@@ -111,9 +109,9 @@ def unpack(p2, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def one_step(
-    o, p2, shift, total, step, reach, span, q, k_s, v_s, bars, scale_log2, cap_log2,
-    CONSUMER: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    o, p2, shift, total, step, reach, span, q, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
+    CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, N: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """O += P V of one KV tile, and the next KV tile's P from its S."""
     S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -126,10 +124,11 @@ def one_step(
     v = v_s.index(stage).reshape([N, D])
     zeros = gl.zeros((BAND, N), gl.float32, S_LAYOUT)
     p16 = unpack(p2, DTYPE, gl.DotOperandLayout(0, O_LAYOUT, 2))
-    mbarrier.wait(bars.index(K_FULL + next_stage), next_phase)
+    mbarrier.wait(k_full.index(next_stage), next_phase)
     s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
     o = warpgroup_mma(p16, v, o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
+    arrive(K_EMPTY + next_stage, CONSUMERS * 128 + 32)
     factor = scale_log2
     if SOFTCAP:
         s = capped(s, scale_log2)
@@ -143,17 +142,16 @@ def one_step(
     total = total * kept[:, None] + partial_sums(p, N)
     # The next step's V is awaited here, not there: the wait's loop keeps the compiler from moving the exponentials
     # below the wait for O, where no matmul of this warpgroup would run beside them.
-    mbarrier.wait(bars.index(V_FULL + next_stage), next_phase)
+    mbarrier.wait(v_full.index(next_stage), next_phase)
     o, p16, p = warpgroup_mma_wait(0, deps=[o, p16, p])
-    mbarrier.arrive(bars.index(K_EMPTY + next_stage))
-    mbarrier.arrive(bars.index(V_EMPTY + stage))
+    arrive(V_EMPTY + stage, CONSUMERS * 128 + 32)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT), assert_trivial=True)[:, None]
     return o, pack(p, DTYPE), new_shift, total
 
 
 @gluon.jit
 def consumer(
-    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
+    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
     CONSUMER: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr,
     N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -173,11 +171,11 @@ def consumer(
         stage = step % STAGES
         zeros = gl.zeros((BAND, N), gl.float32, S_LAYOUT)
         mbarrier.wait(bars.index(Q_FULL + CONSUMER), tile & 1)
-        mbarrier.wait(bars.index(K_FULL + stage), (step // STAGES) & 1)
+        mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
         k = k_s.index(stage).reshape([N, D])
         s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
         s = warpgroup_mma_wait(0, deps=[s])
-        mbarrier.arrive(bars.index(K_EMPTY + stage))
+        arrive(K_EMPTY + stage, CONSUMERS * 128 + 32)
         if SOFTCAP:
             s = capped(s, scale_log2)
         reach = 0
@@ -190,7 +188,7 @@ def consumer(
         total = partial_sums(p, N)
         p2 = pack(p, DTYPE)
         o = gl.zeros((BAND, D), gl.float32, O_LAYOUT)
-        mbarrier.wait(bars.index(V_FULL + step % STAGES), (step // STAGES) & 1)
+        mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
         last = step + count - 1
         plain_end = last
         if (MASK == CAUSAL_MASK) | (MASK == WINDOW_MASK):
@@ -199,22 +197,22 @@ def consumer(
             for _ in range(1, read_word(words, tile, MASKED)):
                 reach += N
                 o, p2, shift, total = one_step(
-                    o, p2, shift, total, step, reach, span, q, k_s, v_s, bars, scale_log2, cap_log2,
-                    CONSUMER, MASK, SOFTCAP, N, D, STAGES,
+                    o, p2, shift, total, step, reach, span, q, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
+                    CONSUMER, CONSUMERS, MASK, SOFTCAP, N, D, STAGES,
                 )  # fmt: skip
                 step += 1
         for plain_step in range(step, plain_end):
             o, p2, shift, total = one_step(
-                o, p2, shift, total, plain_step, 0, span, q, k_s, v_s, bars, scale_log2, cap_log2,
-                CONSUMER, NO_MASK, SOFTCAP, N, D, STAGES,
+                o, p2, shift, total, plain_step, 0, span, q, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
+                CONSUMER, CONSUMERS, NO_MASK, SOFTCAP, N, D, STAGES,
             )  # fmt: skip
         if MASK == WINDOW_MASK:
             reach = read_word(words, tile, REACH) + (read_word(words, tile, PLAIN_END) - 1) * N
             for edge_step in range(plain_end, last):
                 reach += N
                 o, p2, shift, total = one_step(
-                    o, p2, shift, total, edge_step, reach, span, q, k_s, v_s, bars, scale_log2, cap_log2,
-                    CONSUMER, MASK, SOFTCAP, N, D, STAGES,
+                    o, p2, shift, total, edge_step, reach, span, q, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
+                    CONSUMER, CONSUMERS, MASK, SOFTCAP, N, D, STAGES,
                 )  # fmt: skip
         step = last + 1
         mbarrier.arrive(bars.index(Q_EMPTY + CONSUMER))
@@ -222,7 +220,7 @@ def consumer(
         p16 = unpack(p2, DTYPE, gl.DotOperandLayout(0, O_LAYOUT, 2))
         o = warpgroup_mma(p16, v_s.index(stage).reshape([N, D]), o, is_async=True)
         o, p16 = warpgroup_mma_wait(0, deps=[o, p16])
-        mbarrier.arrive(bars.index(V_EMPTY + stage))
+        arrive(V_EMPTY + stage, CONSUMERS * 128 + 32)
         shift = gl.convert_layout(shift, O_ROWS, assert_trivial=True)
         total = gl.convert_layout(gl.sum(total, axis=1), O_ROWS, assert_trivial=True)
         b = read_word(words, tile, BATCH)

@@ -12,7 +12,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from dash_kernels.kernels.hopper_copy import load_rows
-from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, WINDOW_MASK, read_scalar, write_scalar
+from dash_kernels.kernels.hopper_shared import (
+    CAUSAL_MASK,
+    WINDOW_MASK,
+    arrive_and_wait,
+    read_scalar,
+    write_scalar,
+)
 
 # Words of a Q tile's record in shared memory; two records take turns. KV tiles to walk (-1 ends the stream); how many of
 # them, at the start, need a mask; the place in the walk from which a window's left edge needs one; batch, or the row at
@@ -23,9 +29,11 @@ COUNT, MASKED, PLAIN_END, BATCH, HEAD, ROW, REACH, LIMIT, ROWS, LSE_ROW = (
 )
 RECORD_WORDS = gl.constexpr(10)
 # First barrier of each group.
-TILE_FULL, TILE_EMPTY, K_FULL, V_FULL, K_EMPTY, V_EMPTY, Q_FULL, Q_EMPTY, NUM_BARRIERS = (
-    gl.constexpr(first) for first in (0, 2, 4, 8, 12, 16, 20, 26, 32)
+TILE_FULL, TILE_EMPTY, Q_FULL, Q_EMPTY, NUM_BARRIERS = (
+    gl.constexpr(first) for first in (0, 2, 4, 7, 10)
 )
+# Hardware barriers, as in hopper_shared: one a stage of K and of V.
+K_EMPTY, V_EMPTY = gl.constexpr(5), gl.constexpr(9)
 BAND = gl.constexpr(64)  # query rows of a consumer
 PROBES = gl.constexpr(128)  # sequences that a search looks at together
 
@@ -89,7 +97,8 @@ def sequence_of(slot, cu_seqlens_q, sequences, M: gl.constexpr):
 
 @gluon.jit
 def send_tile(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, tile, step, b, h, h_kv, row, rows, keys, q_end, k_end, lse_row, left, right,
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, tile, step, b, h, h_kv, row, rows, keys, q_end, k_end,
+    lse_row, left, right,
     MASK: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -129,9 +138,10 @@ def send_tile(
     write_word(words, tile, LSE_ROW, lse_row)
     mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
     stage = step % STAGES
-    mbarrier.wait(bars.index(K_EMPTY + stage), ((step // STAGES) & 1) ^ 1)
-    mbarrier.expect(bars.index(K_FULL + stage), N * D * 2)
-    load_rows(k_desc, b, h_kv, key, keys, k_end, bars.index(K_FULL + stage), k_s.index(stage), PACKED)  # fmt: skip
+    if step >= STAGES:
+        arrive_and_wait(K_EMPTY + stage, CONSUMERS * 128 + 32)
+    mbarrier.expect(k_full.index(stage), N * D * 2)
+    load_rows(k_desc, b, h_kv, key, keys, k_end, k_full.index(stage), k_s.index(stage), PACKED)  # fmt: skip
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(bars.index(Q_EMPTY + w), (tile & 1) ^ 1)
         mbarrier.expect(bars.index(Q_FULL + w), BAND * D * 2)
@@ -139,13 +149,15 @@ def send_tile(
     for place in range(end - begin):
         if place < end - begin - 1:
             stage = (step + 1) % STAGES
-            mbarrier.wait(bars.index(K_EMPTY + stage), (((step + 1) // STAGES) & 1) ^ 1)
-            mbarrier.expect(bars.index(K_FULL + stage), N * D * 2)
-            load_rows(k_desc, b, h_kv, key - N, keys, k_end, bars.index(K_FULL + stage), k_s.index(stage), PACKED)  # fmt: skip
+            if step + 1 >= STAGES:
+                arrive_and_wait(K_EMPTY + stage, CONSUMERS * 128 + 32)
+            mbarrier.expect(k_full.index(stage), N * D * 2)
+            load_rows(k_desc, b, h_kv, key - N, keys, k_end, k_full.index(stage), k_s.index(stage), PACKED)  # fmt: skip
         stage = step % STAGES
-        mbarrier.wait(bars.index(V_EMPTY + stage), ((step // STAGES) & 1) ^ 1)
-        mbarrier.expect(bars.index(V_FULL + stage), N * D * 2)
-        load_rows(v_desc, b, h_kv, key, keys, k_end, bars.index(V_FULL + stage), v_s.index(stage), PACKED)  # fmt: skip
+        if step >= STAGES:
+            arrive_and_wait(V_EMPTY + stage, CONSUMERS * 128 + 32)
+        mbarrier.expect(v_full.index(stage), N * D * 2)
+        load_rows(v_desc, b, h_kv, key, keys, k_end, v_full.index(stage), v_s.index(stage), PACKED)  # fmt: skip
         step += 1
         key -= N
     return step
@@ -153,7 +165,7 @@ def send_tile(
 
 @gluon.jit
 def producer(
-    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, counter, cu_seqlens_q, cu_seqlens_k, sequences,
+    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, counter, cu_seqlens_q, cu_seqlens_k, sequences,
     num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv,
     MASK: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -180,15 +192,16 @@ def producer(
             row = (slot - begin // M - sequence) * M
             if row < q_end - begin:
                 step = send_tile(
-                    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, tile, step, 0, h, h // group, row,
+                    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, tile, step, 0, h, h // group, row,
                     q_end - begin, k_end - k_begin, q_end, k_end, h * seq_len + begin + row, left, right,
                     MASK, PACKED, CONSUMERS, N, D, STAGES,
                 )  # fmt: skip
                 tile += 1
         else:
             step = send_tile(
-                q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, tile, step, head // heads, h, h // group, slot * M,
-                seq_len, seq_len_kv, 0, 0, head * seq_len + slot * M, left, right, MASK, PACKED, CONSUMERS, N, D, STAGES,
+                q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, tile, step, head // heads, h,
+                h // group, slot * M, seq_len, seq_len_kv, 0, 0, head * seq_len + slot * M, left, right,
+                MASK, PACKED, CONSUMERS, N, D, STAGES,
             )  # fmt: skip
             tile += 1
         drawn = end_draw(drawing)
@@ -196,6 +209,10 @@ def producer(
         if drawn == num_tiles - 1:
             gl.store(counter, 0)
         ticket = drawn + ctas
+    # A barrier must not be left half full.
+    for last in range(gl.maximum(step - STAGES, 0), step):
+        arrive_and_wait(K_EMPTY + last % STAGES, CONSUMERS * 128 + 32)
+        arrive_and_wait(V_EMPTY + last % STAGES, CONSUMERS * 128 + 32)
     mbarrier.wait(bars.index(TILE_EMPTY + (tile & 1)), ((tile >> 1) & 1) ^ 1)
     write_word(words, tile, COUNT, -1)
     mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))

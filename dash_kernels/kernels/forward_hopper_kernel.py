@@ -17,16 +17,12 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from dash_kernels.kernels.forward_hopper_compute import consumer
 from dash_kernels.kernels.forward_hopper_copy import (
-    K_EMPTY,
-    K_FULL,
     NUM_BARRIERS,
     Q_EMPTY,
     Q_FULL,
     RECORD_WORDS,
     TILE_EMPTY,
     TILE_FULL,
-    V_EMPTY,
-    V_FULL,
     producer,
 )
 from dash_kernels.kernels.hopper_shared import several
@@ -59,7 +55,10 @@ def forward_main(
     words = gl.allocate_shared_memory(
         gl.int32, [2 * RECORD_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
-    bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], mbarrier.MBarrierLayout())
+    BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
+    bars = gl.allocate_shared_memory(gl.int64, [NUM_BARRIERS, 1], BARRIER)
+    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
+    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], BARRIER)
     for i in gl.static_range(2):
         mbarrier.init(bars.index(TILE_FULL + i), count=1)
         mbarrier.init(bars.index(TILE_EMPTY + i), count=CONSUMERS)
@@ -67,10 +66,8 @@ def forward_main(
         mbarrier.init(bars.index(Q_FULL + i), count=1)
         mbarrier.init(bars.index(Q_EMPTY + i), count=1)
     for i in gl.static_range(STAGES):
-        mbarrier.init(bars.index(K_FULL + i), count=1)
-        mbarrier.init(bars.index(V_FULL + i), count=1)
-        mbarrier.init(bars.index(K_EMPTY + i), count=CONSUMERS)
-        mbarrier.init(bars.index(V_EMPTY + i), count=CONSUMERS)
+        mbarrier.init(k_full.index(i), count=1)
+        mbarrier.init(v_full.index(i), count=1)
     fence_async_shared()
     span = left + right + 1
     # Each consumer is a partition of its own, so that no barrier of one stops another.
@@ -78,14 +75,15 @@ def forward_main(
         gl.warp_specialize(
             [
                 (consumer, (
-                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
+                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
                     0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (consumer, (
-                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
+                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
                     1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (producer, (
-                    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, counter, cu_seqlens_q, cu_seqlens_k, sequences,
-                    num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv,
+                    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, counter, cu_seqlens_q,
+                    cu_seqlens_k, sequences, num_tiles, num_m, total_heads, heads, group, section,
+                    left, right, seq_len, seq_len_kv,
                     MASK, PACKED, CONSUMERS, N, D, STAGES)),
             ],
             [4, 1],
@@ -95,17 +93,18 @@ def forward_main(
         gl.warp_specialize(
             [
                 (consumer, (
-                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
+                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
                     0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (consumer, (
-                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
+                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
                     1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (consumer, (
-                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, scale_log2, cap_log2, span,
+                    out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
                     2, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
                 (producer, (
-                    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, counter, cu_seqlens_q, cu_seqlens_k, sequences,
-                    num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv,
+                    q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, counter, cu_seqlens_q,
+                    cu_seqlens_k, sequences, num_tiles, num_m, total_heads, heads, group, section,
+                    left, right, seq_len, seq_len_kv,
                     MASK, PACKED, CONSUMERS, N, D, STAGES)),
             ],
             [4, 4, 1],

@@ -50,16 +50,16 @@ class ForwardTiles(NamedTuple):
 def forward_tiles(head_dim: int, capability: tuple[int, int]) -> ForwardTiles:
     """The tiles for rows of ``head_dim`` (the wider of K's and V's), a power of two, on a GPU of this capability.
 
-    By what fits: no more than a few registers spill (benchmarks/results/portable-triton-*.json), and shared memory stays
-    within 99 KiB (8.6, 8.9, 12.x), 163 KiB (8.0) or 227 KiB (9.0, 10.x). Three stages wherever they fit, because with
-    two no copy runs beside a step.
+    By what the compiler makes of them (benchmarks/results/portable-triton-*.json): loops without spilled registers,
+    no matmul computed twice by too many warps, and shared memory within 99 KiB (8.6, 8.9, 12.x), 163 KiB (8.0) or
+    227 KiB (9.0, 10.x). Three stages wherever they fit, because with two no copy runs beside a step.
     """
     if capability[0] in (9, 10):
         small, middle, large = (128, 128, 8, 3), (128, 128, 8, 3), (128, 32, 8, 3)
     elif capability == (8, 0):
-        small, middle, large = (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 8, 3)
+        small, middle, large = (128, 64, 4, 3), (128, 64, 8, 3), (64, 32, 4, 3)
     else:
-        small, middle, large = (128, 64, 4, 3), (128, 32, 8, 3), (64, 32, 8, 2)
+        small, middle, large = (128, 64, 4, 3), (128, 32, 8, 3), (64, 32, 4, 2)
     return ForwardTiles(*(small if head_dim <= 64 else middle if head_dim <= 128 else large))
 
 

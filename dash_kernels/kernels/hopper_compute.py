@@ -18,23 +18,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from dash_kernels.kernels.compat import reinterpret, thread_barrier
 from dash_kernels.kernels.hopper_shared import (
     CAUSAL_MASK,
+    CONSUMERS,
+    CONSUMERS_AND_WARP,
     COUNT,
-    DO_FULL,
-    DS_EMPTY,
-    DS_FULL,
     KV_EMPTY,
     KV_FULL,
     LIMIT,
     MASK_BEGIN,
     MASK_END,
+    MEETING,
     NO_DQ,
     NO_MASK,
     OUT_EMPTY,
     OUT_FULL,
     Q_EMPTY,
-    Q_FULL,
     REACH,
-    RING_EMPTY,
     RING_FULL,
     STEP,
     STEPS,
@@ -44,10 +42,10 @@ from dash_kernels.kernels.hopper_shared import (
     WINDOW_MASK,
     ZERO,
     accumulator_layout,
-    ds_slots,
+    arrive,
+    arrive_and_wait,
     flatten_half,
     half_cols,
-    kv_buffers,
     read_scalar,
     read_word,
 )
@@ -80,37 +78,44 @@ def masked(
 
 
 @gluon.jit
+def hand_over(step, DQ_STAGES: gl.constexpr):
+    """Give this warpgroup's half of a step's dQ to its writer."""
+    fence_async_shared()
+    arrive(RING_FULL + step % DQ_STAGES, CONSUMERS_AND_WARP)
+
+
+@gluon.jit
 def one_step(
-    dk, dv, step, first, buffer, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars,
+    dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full, ring_empty,
     scale_log2, cap_log2, span,
     W: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr,
+    STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, LATE: gl.constexpr,
 ):  # fmt: skip
-    """One Q tile. dQ is handed to a writer in the next step, where the matmul of S hides the wait for its stores."""
+    """One Q tile. ``LATE`` hands dQ to a writer in the next step, where the matmul of S hides the wait for its stores."""
     COLS: gl.constexpr = half_cols(M, D)
     S_LAYOUT: gl.constexpr = accumulator_layout(M)
     DQ_LAYOUT: gl.constexpr = accumulator_layout(COLS)
     A_LAYOUT: gl.constexpr = gl.DotOperandLayout(0, accumulator_layout(D), 2)
-    SLOTS: gl.constexpr = ds_slots(D)
     DTYPE: gl.constexpr = ds_s.dtype
     stage = step % STAGES
     phase = (step // STAGES) & 1
     q = q_s.index(stage).reshape([M, D])
     do = do_s.index(stage).reshape([M, D])
-    # The shift is always 0, which the compiler cannot know: it would hoist the descriptors of K and V and spill them.
-    only = buffer + (step >> 30)
+    # Always 0, which the compiler cannot know: it would hoist the descriptors of K and V out of the loop and spill them.
+    only = step >> 30
     k_tile = k_s.index(only).reshape([N, D])
     k = k_tile.slice(64 * W, 64)
     v = v_s.index(only).reshape([N, D]).slice(64 * W, 64)
     zeros = gl.zeros((64, M), gl.float32, S_LAYOUT)
-    mbarrier.wait(bars.index(Q_FULL + stage), phase)
+    mbarrier.wait(q_full.index(stage), phase)
     st = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
-    if POLICY != NO_DQ:
-        fence_async_shared()
-        thread_barrier()
-        past = bars.index(RING_FULL + (step + DQ_STAGES - 1) % DQ_STAGES)
-        mbarrier.arrive(past, pred=step != first)
-    mbarrier.wait(bars.index(DO_FULL + stage), phase)
+    if LATE:
+        if step != first:
+            hand_over(step - 1, DQ_STAGES)
+    # LSE of 128 rows and delta are loaded after the waits for their products: earlier they stay live across them and spill.
+    if M == 64:
+        lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    mbarrier.wait(do_full.index(stage), phase)
     dpt = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     st = warpgroup_mma_wait(1, deps=[st])
     if SOFTCAP:
@@ -120,8 +125,8 @@ def one_step(
         st = capped
     if MASK != NO_MASK:
         st = masked(st, words, stage, span, W, MASK, M, S_LAYOUT)
-    # LSE and delta are loaded after the waits: earlier they stay live across them and spill.
-    lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    if M == 128:
+        lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
     p = gl.exp2(st * (cap_log2 if SOFTCAP else scale_log2) - lse[None, :])
     p16 = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
     if SOFTCAP:
@@ -135,18 +140,12 @@ def one_step(
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dk, dv, p16, ds16 = warpgroup_mma_wait(0, deps=[dk, dv, p16, ds16])
     else:
-        slot = step % SLOTS
-        ds_full = bars.index(DS_FULL + slot)
-        if SLOTS == 1:
-            mbarrier.wait(bars.index(DS_EMPTY), (step & 1) ^ 1)
-        # With two slots, the other warpgroup's arrival for the last step says that it has read the one before.
-        ds_tile = ds_s.index(slot)
+        # Of two slots: that the other warpgroup came to the last meeting says that it has read the one before.
+        ds_tile = ds_s.index(step & 1)
         ds_tile.slice(64 * W, 64).store(ds)
         dv = warpgroup_mma(p16, do, dv, is_async=True)
         fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(ds_full)
-        mbarrier.wait(ds_full, (step // SLOTS) & 1)
+        arrive_and_wait(MEETING, CONSUMERS)
         if M == 64:
             a = ds_tile.permute((1, 0))
             b = k_tile.slice(COLS * W, COLS, dim=1)
@@ -158,26 +157,26 @@ def one_step(
         dv, p16 = warpgroup_mma_wait(1, deps=[dv, p16])
         dk = warpgroup_mma(ds16, q, dk, is_async=True)
         dq = warpgroup_mma_wait(1, deps=[dq])
-        if SLOTS == 1:
-            mbarrier.arrive(bars.index(DS_EMPTY))
         ring = step % DQ_STAGES
-        mbarrier.wait(bars.index(RING_EMPTY + ring), ((step // DQ_STAGES) & 1) ^ 1)
+        mbarrier.wait(ring_empty.index(ring), ((step // DQ_STAGES) & 1) ^ 1)
         ROWS: gl.constexpr = M * D // 512
         dq_s.index(ring).slice(W * ROWS, ROWS).store(flatten_half(dq, COLS))
+        if not LATE:
+            hand_over(step, DQ_STAGES)
         dk, ds16 = warpgroup_mma_wait(0, deps=[dk, ds16])
-    mbarrier.arrive(bars.index(Q_EMPTY + stage))
+    arrive(Q_EMPTY + stage, CONSUMERS_AND_WARP)
     return dk, dv
 
 
 @gluon.jit
 def stage_out(
-    value, use, desc, dq_s, bars, which: gl.constexpr,
+    value, use, desc, dq_s, bars, ring_empty, which: gl.constexpr,
     W: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     """Hand half of dK or dV to its writer in the dQ stage that use number ``use`` of the ring would take."""
     stage = use % DQ_STAGES
     if POLICY != NO_DQ:
-        mbarrier.wait(bars.index(RING_EMPTY + stage), ((use // DQ_STAGES) & 1) ^ 1)
+        mbarrier.wait(ring_empty.index(stage), ((use // DQ_STAGES) & 1) ^ 1)
     out = reinterpret(dq_s.index(stage), desc.dtype, desc.block_type.shape, desc.layout)
     out.reshape([N, D]).slice(64 * W, 64).store(value.to(desc.dtype))
     fence_async_shared()
@@ -187,65 +186,66 @@ def stage_out(
 
 @gluon.jit
 def consumer(
-    dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars,
+    dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, q_full, do_full, ring_empty,
     scale_log2, cap_log2, scale, span, group,
     W: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr,
 ):  # fmt: skip
     KV_LAYOUT: gl.constexpr = accumulator_layout(D)
-    BUFFERS: gl.constexpr = kv_buffers(D)
     # With a window both ends of a visit need a mask and the middle does not; without one it is the other way round.
     ENDS: gl.constexpr = MASK if MASK == WINDOW_MASK else NO_MASK
     MIDDLE: gl.constexpr = NO_MASK if MASK == WINDOW_MASK else MASK
+    # Without masks at head_dim 128 the matmul of dK hides that wait well enough.
+    LATE: gl.constexpr = POLICY != NO_DQ and (D == 64 or MASK != NO_MASK)
     tile = 0
     mbarrier.wait(bars.index(TILE_FULL), 0)
     while read_word(words, tile, STEPS) >= 0:
         dk = gl.zeros((64, D), gl.float32, KV_LAYOUT)
         dv = gl.zeros((64, D), gl.float32, KV_LAYOUT)
-        buffer = tile % BUFFERS
-        mbarrier.wait(bars.index(KV_FULL + buffer), (tile // BUFFERS) & 1)
+        mbarrier.wait(bars.index(KV_FULL), tile & 1)
         mbarrier.wait(bars.index(OUT_EMPTY), (tile & 1) ^ 1)
         first = read_word(words, tile, STEP)
         if MASK == NO_MASK:
             for step in range(first, first + read_word(words, tile, STEPS)):
                 dk, dv = one_step(
-                    dk, dv, step, first, buffer, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars,
-                    scale_log2, cap_log2, span, W, NO_MASK, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY,
+                    dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full, ring_empty,
+                    scale_log2, cap_log2, span, W, NO_MASK, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY, LATE,
                 )  # fmt: skip
         else:
             # The bounds of the three loops are read where they are needed, which costs less than registers across a loop.
-            begin = first
-            for _head in range(group if GROUPED else 1):
+            for head in range(group if GROUPED else 1):
+                # Not carried from head to head: Triton 3.6 and 3.7 drop what is carried and only bounds inner loops.
+                begin = first + head * read_word(words, tile, COUNT) if GROUPED else first
                 for step in range(begin, begin + read_word(words, tile, MASK_BEGIN)):
                     dk, dv = one_step(
-                        dk, dv, step, first, buffer, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars,
-                        scale_log2, cap_log2, span, W, ENDS, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY,
+                        dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full,
+                        ring_empty, scale_log2, cap_log2, span, W, ENDS, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY, LATE,
                     )  # fmt: skip
                 for step in range(
                     begin + read_word(words, tile, MASK_BEGIN),
                     begin + read_word(words, tile, MASK_END),
                 ):
                     dk, dv = one_step(
-                        dk, dv, step, first, buffer, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars,
-                        scale_log2, cap_log2, span, W, MIDDLE, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY,
+                        dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full,
+                        ring_empty, scale_log2, cap_log2, span, W, MIDDLE, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY, LATE,
                     )  # fmt: skip
                 for step in range(
                     begin + read_word(words, tile, MASK_END), begin + read_word(words, tile, COUNT)
                 ):
                     dk, dv = one_step(
-                        dk, dv, step, first, buffer, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars,
-                        scale_log2, cap_log2, span, W, ENDS, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY,
+                        dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full,
+                        ring_empty, scale_log2, cap_log2, span, W, ENDS, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY, LATE,
                     )  # fmt: skip
-                begin += read_word(words, tile, COUNT)
         end = read_word(words, tile, STEP) + read_word(words, tile, STEPS)
-        if POLICY != NO_DQ:
-            fence_async_shared()
-            thread_barrier()
-            last = bars.index(RING_FULL + (end + DQ_STAGES - 1) % DQ_STAGES)
-            mbarrier.arrive(last, pred=end != first)
-        mbarrier.arrive(bars.index(KV_EMPTY + buffer))
+        if LATE:
+            if end != first:
+                hand_over(end - 1, DQ_STAGES)
+        thread_barrier()
+        mbarrier.arrive(bars.index(KV_EMPTY))
         mbarrier.arrive(bars.index(TILE_EMPTY + (tile & 1)))
-        stage_out(dv, end, dv_desc, dq_s, bars, 0, W, N, D, DQ_STAGES, POLICY)
-        stage_out(dk * scale, end + 1, dk_desc, dq_s, bars, 1, W, N, D, DQ_STAGES, POLICY)
+        stage_out(dv, end, dv_desc, dq_s, bars, ring_empty, 0, W, N, D, DQ_STAGES, POLICY)
+        stage_out(
+            dk * scale, end + 1, dk_desc, dq_s, bars, ring_empty, 1, W, N, D, DQ_STAGES, POLICY
+        )
         tile += 1
         mbarrier.wait(bars.index(TILE_FULL + (tile & 1)), (tile >> 1) & 1)

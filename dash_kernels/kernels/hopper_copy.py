@@ -15,8 +15,8 @@ from dash_kernels.kernels.compat import (
 )
 from dash_kernels.kernels.hopper_shared import (
     BATCH,
+    CONSUMERS_AND_WARP,
     COUNT,
-    DO_FULL,
     DONE,
     FIRST,
     HEAD,
@@ -33,11 +33,9 @@ from dash_kernels.kernels.hopper_shared import (
     OUT_EMPTY,
     OUT_FULL,
     Q_EMPTY,
-    Q_FULL,
     Q_ROWS,
     Q_TILES,
     REACH,
-    RING_EMPTY,
     RING_FULL,
     ROWS_END,
     SHIFT,
@@ -48,7 +46,7 @@ from dash_kernels.kernels.hopper_shared import (
     TILE_FULL,
     UNORDERED,
     WINDOW_MASK,
-    kv_buffers,
+    arrive_and_wait,
     read_word,
     write_scalar,
     write_word,
@@ -88,14 +86,13 @@ def store_rows(desc, b, h, row, rows, source, PACKED: gl.constexpr):
 @gluon.jit
 def producer(
     q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, bars,
-    workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave, num_m,
+    q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave, num_m,
     left, right, seq_len, seq_len_kv,
     MASK: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     KV_BYTES: gl.constexpr = N * D * 2
     Q_BYTES: gl.constexpr = M * D * 2
-    BUFFERS: gl.constexpr = kv_buffers(D)
     step = 0
     tile = 0
     if PACKED:
@@ -158,12 +155,11 @@ def producer(
             write_word(words, tile, COUNT, count)
             write_word(words, tile, STEPS, count * group)
             mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
-            buffer = tile % BUFFERS
-            kv_full = bars.index(KV_FULL + buffer)
-            mbarrier.wait(bars.index(KV_EMPTY + buffer), ((tile // BUFFERS) & 1) ^ 1)
+            kv_full = bars.index(KV_FULL)
+            mbarrier.wait(bars.index(KV_EMPTY), (tile & 1) ^ 1)
             mbarrier.expect(kv_full, 2 * KV_BYTES)
-            load_rows(k_desc, b, h_kv, key, keys, k_end, kv_full, k_s.index(buffer), PACKED)
-            load_rows(v_desc, b, h_kv, key, keys, k_end, kv_full, v_s.index(buffer), PACKED)
+            load_rows(k_desc, b, h_kv, key, keys, k_end, kv_full, k_s.index(0), PACKED)
+            load_rows(v_desc, b, h_kv, key, keys, k_end, kv_full, v_s.index(0), PACKED)
             # The key that the first row of Q tile 0 sees last, counted from this tile's first, plus 1.
             reach = keys - q_rows + right + 1 - key
             for g in range(group if GROUPED else 1):
@@ -173,26 +169,29 @@ def producer(
                     m_block = gl.load(arrays + first)
                 for i in range(count):
                     stage = step % STAGES
-                    mbarrier.wait(bars.index(Q_EMPTY + stage), ((step // STAGES) & 1) ^ 1)
+                    if step >= STAGES:
+                        arrive_and_wait(Q_EMPTY + stage, CONSUMERS_AND_WARP)
                     if MASK == TAIL_MASK:
                         write_scalar(words, REACH + stage, keys - key)
                     elif MASK != NO_MASK:
                         write_scalar(words, REACH + stage, m_block * M + reach)
                     if MASK == WINDOW_MASK:
                         write_scalar(words, LIMIT + stage, keys - key)
-                    q_full = bars.index(Q_FULL + stage)
-                    do_full = bars.index(DO_FULL + stage)
+                    q_loaded = q_full.index(stage)
+                    do_loaded = do_full.index(stage)
                     q_row = m_block * M
                     padded = (q_tiles + g * num_m + m_block) * M
                     h = h_kv * group + g
-                    mbarrier.expect(q_full, Q_BYTES + M * 4)
-                    load_rows(q_desc, b, h, q_row, q_rows, q_end, q_full, q_s.index(stage), PACKED)
-                    tma_load(lse_desc, [padded], q_full, lse_s.index(stage))
-                    mbarrier.expect(do_full, Q_BYTES + M * 4)
+                    mbarrier.expect(q_loaded, Q_BYTES + M * 4)
                     load_rows(
-                        do_desc, b, h, q_row, q_rows, q_end, do_full, do_s.index(stage), PACKED
+                        q_desc, b, h, q_row, q_rows, q_end, q_loaded, q_s.index(stage), PACKED
                     )
-                    tma_load(delta_desc, [padded], do_full, delta_s.index(stage))
+                    tma_load(lse_desc, [padded], q_loaded, lse_s.index(stage))
+                    mbarrier.expect(do_loaded, Q_BYTES + M * 4)
+                    load_rows(
+                        do_desc, b, h, q_row, q_rows, q_end, do_loaded, do_s.index(stage), PACKED
+                    )
+                    tma_load(delta_desc, [padded], do_loaded, delta_s.index(stage))
                     step += 1
                     if PACKED:
                         m_block += 1
@@ -202,6 +201,8 @@ def producer(
             mbarrier.wait(bars.index(DONE), tile & 1)
             tile += 1
         ticket = draw_ticket(workspace)
+    for last in range(gl.maximum(step - STAGES, 0), step):
+        arrive_and_wait(Q_EMPTY + last % STAGES, CONSUMERS_AND_WARP)
     mbarrier.wait(bars.index(TILE_EMPTY + (tile & 1)), ((tile >> 1) & 1) ^ 1)
     write_word(words, tile, STEPS, -1)
     mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
@@ -222,7 +223,7 @@ def turn_in_sequence(
 
 @gluon.jit
 def writer(
-    dq_desc, dk_desc, dv_desc, dq_s, words, bars, workspace, bound_us, arrays, num_steps, num_m,
+    dq_desc, dk_desc, dv_desc, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps, num_m,
     W: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
@@ -245,7 +246,7 @@ def writer(
             # The producer may draw the next ticket once no turn but the last step's can hold this tile up. A kind that
             # waits on later CTAs must not hold a ticket it has not started at all.
             if not ORDER_OF_START:
-                if ring > end - 2:
+                if (ring > end - 2) & ((ring != first) | (first == end)):
                     mbarrier.arrive(bars.index(DONE))
             while ring < end:
                 place = ring - first
@@ -264,27 +265,27 @@ def writer(
                 stage = ring % DQ_STAGES
                 row = q_tile * DQ_ROWS
                 if POLICY == UNORDERED:
-                    mbarrier.wait(bars.index(RING_FULL + stage), (ring // DQ_STAGES) & 1)
+                    arrive_and_wait(RING_FULL + stage, CONSUMERS_AND_WARP)
                     tma_reduce_add(dq_desc, [row, 0], dq_s.index(stage))
                     tma_store_wait(0)
-                    mbarrier.arrive(bars.index(RING_EMPTY + stage))
+                    mbarrier.arrive(ring_empty.index(stage))
                 else:
                     semaphore = semaphores + q_tile
                     seen = await_turn(semaphore, turn, workspace, bound_us)
                     if seen != turn:
                         report_timeout(workspace, q_tile, turn, seen)
-                    mbarrier.wait(bars.index(RING_FULL + stage), (ring // DQ_STAGES) & 1)
+                    arrive_and_wait(RING_FULL + stage, CONSUMERS_AND_WARP)
                     fence_acquired()
                     if turn == 0:
                         tma_store(dq_desc, [row, 0], dq_s.index(stage))
                     else:
                         tma_reduce_add(dq_desc, [row, 0], dq_s.index(stage))
                     tma_store_wait(0)
-                    mbarrier.arrive(bars.index(RING_EMPTY + stage))
+                    mbarrier.arrive(ring_empty.index(stage))
                     wait_reduced()
                     signal_turn(semaphore)
                 if not ORDER_OF_START:
-                    if (ring == end - 2) | (ring == end - 3):
+                    if (ring == end - 2) | (ring == end - 3) | (first == end - 1):
                         mbarrier.arrive(bars.index(DONE))
                 ring += 2
             if ORDER_OF_START:

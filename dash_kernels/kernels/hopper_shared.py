@@ -12,14 +12,15 @@ HEADER_WORDS = gl.constexpr(32)
 UNORDERED, ORDERED, NO_DQ = (gl.constexpr(policy) for policy in range(3))
 NO_MASK, CAUSAL_MASK, TAIL_MASK, WINDOW_MASK = (gl.constexpr(mask) for mask in range(4))
 
-# First barrier of each group; a group of stages has room for MAX_STAGES.
-MAX_STAGES = gl.constexpr(4)
-TILE_FULL, TILE_EMPTY, KV_FULL, KV_EMPTY, OUT_FULL, DS_FULL = (
-    gl.constexpr(2 * i) for i in range(6)
-)
-OUT_EMPTY, DONE, DS_EMPTY = (gl.constexpr(12 + i) for i in range(3))
-Q_FULL, DO_FULL, Q_EMPTY, RING_FULL, RING_EMPTY = (gl.constexpr(15 + 4 * i) for i in range(5))
-NUM_BARRIERS = gl.constexpr(35)
+# First barrier of each group in ``bars``. Those of a step (``q_full``, ``do_full`` and ``ring_empty``, one a stage) are
+# allocations of their own: between two uses of one allocation the compiler puts a barrier of the whole warpgroup.
+TILE_FULL, TILE_EMPTY, OUT_FULL = (gl.constexpr(2 * i) for i in range(3))
+KV_FULL, KV_EMPTY, OUT_EMPTY, DONE = (gl.constexpr(6 + i) for i in range(4))
+NUM_BARRIERS = gl.constexpr(10)
+# Hardware barriers, for what the warpgroups tell others every step: arriving there needs no barrier of their own first,
+# as one thread's arrival in shared memory does. Triton numbers its own from 0, one a partition; there are 16.
+Q_EMPTY, RING_FULL, MEETING = (gl.constexpr(number) for number in (5, 9, 13))
+CONSUMERS, CONSUMERS_AND_WARP = gl.constexpr(256), gl.constexpr(288)
 
 # Words of a KV tile's record; two records take turns. What the producer works out once costs the other roles no
 # registers. Steps count over all query heads of the group; STEPS of -1 ends the stream.
@@ -98,15 +99,8 @@ def several(count, tile):
 
 
 @gluon.constexpr_function
-def ds_slots(head_dim):
-    """Buffers for dS: at 128 a second one lets a warpgroup run ahead, at 64 its addresses cost more than it gives."""
-    return 2 if head_dim == 128 else 1
-
-
-@gluon.constexpr_function
-def kv_buffers(head_dim):
-    """Buffers for K and V: at 64 the next KV tile is loaded while this one is worked on; at 128 there is no room."""
-    return 1 if head_dim == 128 else 2
+def barrier_asm(how, threads):
+    return f"bar.{how} $1, {threads}; mov.u32 $0, 0;"
 
 
 @gluon.jit
@@ -114,6 +108,24 @@ def flatten_half(dq, COLS: gl.constexpr):
     """A warpgroup's 64 x COLS half of dQ in the flat layout, without moving a register."""
     tile = permute_axes(dq.reshape(bits(5 + COLS.bit_length())), half_order(COLS))
     return gl.convert_layout(tile.reshape([COLS // 4, 256]), half_layout(COLS), assert_trivial=True)
+
+
+@gluon.jit
+def arrive(barrier, threads: gl.constexpr):
+    """Arrive at a hardware barrier of ``threads`` threads, and go on."""
+    ASM: gl.constexpr = barrier_asm("arrive", threads)
+    gl.inline_asm_elementwise(
+        ASM, "=r,r,~{memory}", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
+
+
+@gluon.jit
+def arrive_and_wait(barrier, threads: gl.constexpr):
+    """Arrive at a hardware barrier of ``threads`` threads, and wait until all have."""
+    ASM: gl.constexpr = barrier_asm("sync", threads)
+    gl.inline_asm_elementwise(
+        ASM, "=r,r,~{memory}", [barrier], dtype=gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit

@@ -71,7 +71,7 @@ def backward(
     backend wants D = Dv and 16-byte aligned rows. ``lse`` is (B, H, Sq) fp32, natural log, +inf for rows that see no key
     (their gradients are zeros); ``dlse`` is the gradient of the loss by it. ``window`` is (left, right), -1 for all;
     ``scale`` must be positive. With ``sequences`` B is 1 and rows are packed. ``sm_margin`` SMs stay free of the Hopper
-    kernel's CTAs and of any cooperative launch; results do not depend on it.
+    kernel's CTAs, of the portable kernel's only in a cooperative launch; results do not depend on it.
 
     Raises ValueError for what cannot run, before anything is launched. A turn that does not come within
     ``watchdog_seconds`` makes that launch's dQ NaN, and the next call on the device raises TurnTimeout naming it.

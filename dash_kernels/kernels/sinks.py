@@ -21,23 +21,26 @@ SINK_OPTIONS = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": True}
 
 @triton.jit(do_not_specialize=["heads", "seq_len", "num_tiles"])
 def share_with_sink(
-    out, lse, sink, heads, seq_len, num_tiles, head_dim,
+    out, lse, shared_lse, sink, heads, seq_len, num_tiles, head_dim,
     BLOCK_ROWS: tl.constexpr, BLOCK_DIM: tl.constexpr,
 ):  # fmt: skip
-    """In place: out (B, S, H, D) and lse (B, H, S), contiguous; one tile of rows of one head a program."""
+    """out (B, S, H, D) in place, lse (B, H, S) into shared_lse, all contiguous; one tile of rows of one head a program.
+
+    Not lse in place: each warp loads all of a tile's lse, and one warp's store could come before another's load.
+    """
     tile = tl.program_id(0)
     row_head = tile // num_tiles
     head = row_head % heads
     rows = (tile % num_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.arange(0, BLOCK_DIM)
     inside = rows < seq_len
-    lse_at = lse + row_head.to(tl.int64) * seq_len + rows
-    of_keys = tl.load(lse_at, mask=inside, other=float("inf"))
+    at_row = row_head.to(tl.int64) * seq_len + rows
+    of_keys = tl.load(lse + at_row, mask=inside, other=float("inf"))
     logit = tl.load(sink + head).to(tl.float32)
     kept = 1.0 / (1.0 + tl.exp(logit - of_keys))
     above = tl.maximum(of_keys, logit)
     both = above + tl.log(1.0 + tl.exp(-tl.abs(of_keys - logit)))
-    tl.store(lse_at, tl.where(of_keys == float("inf"), of_keys, both), mask=inside)
+    tl.store(shared_lse + at_row, tl.where(of_keys == float("inf"), of_keys, both), mask=inside)
     row = (row_head // heads).to(tl.int64) * seq_len + rows
     at = out + (row * heads + head)[:, None] * head_dim + columns[None]
     inside_tile = inside[:, None] & (columns < head_dim)[None]
@@ -80,20 +83,22 @@ def sink_parts(
     tl.store(parts + (head * (tl.num_programs(0) // heads) + batch * num_tiles + place), part)
 
 
-def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> None:
-    """Let ``sink`` (H,) take its share of ``out`` (B, S, H, D) and ``lse`` (B, H, S), both contiguous, in place.
+def apply_sink(out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """Let ``sink`` (H,) take its share of ``out`` (B, S, H, D), in place, and of ``lse`` (B, H, S): the answer.
 
-    A row that sees no key stays zeros and +inf.
+    Both are contiguous. A row that sees no key stays zeros and +inf.
     """
     import torch
 
     batch, seq_len, heads, head_dim = out.shape
     num_tiles = triton.cdiv(seq_len, BLOCK_ROWS)
+    shared_lse = torch.empty_like(lse)
     with torch.cuda.device_of(out):
         share_with_sink[(batch * heads * num_tiles,)](
-            out, lse, sink.contiguous(), heads, seq_len, num_tiles, head_dim,
+            out, lse, shared_lse, sink.contiguous(), heads, seq_len, num_tiles, head_dim,
             BLOCK_ROWS=BLOCK_ROWS, BLOCK_DIM=triton.next_power_of_2(head_dim), **SINK_OPTIONS,
         )  # fmt: skip
+    return shared_lse
 
 
 def sink_gradient(

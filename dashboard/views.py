@@ -40,8 +40,6 @@ SPEED_NOTES = {
     "modelled": "The main kernel alone: delta pass and dQ cast are not modelled.",
 }
 
-HELD_UP = "ascending order is held up by a flaw of the kernel (docs/performance.md): speed-ups over it say nothing about order."
-
 
 @dataclass(frozen=True)
 class Page:
@@ -58,7 +56,6 @@ class Page:
     map: dict[str, Any]
     map_title: tuple[str, str]
     subtitle: str
-    speedup_note: str
     ceiling_note: str
     table: list[dict[str, Any]]
     table_empty: str
@@ -110,16 +107,6 @@ def order_cost(cell: Cell) -> float | None:
     return 1 - base / own if own and base else None
 
 
-def held_up(cell: Cell) -> bool:
-    """Whether the Hopper kernel's draw rule serialises the ascending baseline: its last KV tile has a single Q tile."""
-    ascending = cell.baselines.get("ascending")
-    if ascending is None or cell.mask != "causal" or ascending.row.source != "measured":
-        return False
-    row = ascending.row
-    last = cell.seq_len_kv % row.block_n or row.block_n
-    return row.config.get("backend") == "hopper" and last <= row.block_m
-
-
 def hero(gpu: str, filters: Filters, cells: Sequence[Cell], source: str) -> dict[str, Any]:
     """The answer in one sentence, and three or four numbers that carry it."""
     where = f"{filters.mask} attention at head_dim {filters.head_dim} on {gpu.upper()}"
@@ -161,8 +148,6 @@ def hero(gpu: str, filters: Filters, cells: Sequence[Cell], source: str) -> dict
     faster = _fastest_of_all(cells)
     if source == "measured" and faster is not None:
         sub += f" {faster[0]} reaches {times(faster[1])} that, but only while many CTAs are resident (allow_resident)."
-    if any(held_up(cell) for cell in cells):
-        sub += f" But here {HELD_UP}"
     peak = max(cells, key=lambda c: tflops_of(winner_of(c).row) or 0.0)
     spills = [w.row.spill_bytes for w in winners]
     known = [s for s in spills if s is not None]
@@ -227,15 +212,6 @@ def winner_map(cells: Sequence[Cell], filters: Filters) -> dict[str, Any]:
             }
         )
     return {"columns": [length(s) for s in columns], "rows": rows}
-
-
-def map_title(source: str, cells: Sequence[Cell]) -> tuple[str, str]:
-    """Heading of the map and what it says, with the rows whose factors mislead."""
-    title, said = MAP_TITLES.get(source, MAP_TITLES["measured"])
-    rows = sorted({(c.mask, c.head_dim) for c in cells if held_up(c)})
-    if rows:
-        said += f" In {' and '.join(f'{mask}, d {dim}' for mask, dim in rows)}, {HELD_UP}"
-    return title, said
 
 
 def _map_cell(cell: Cell) -> dict[str, Any]:
@@ -413,8 +389,7 @@ def build_page(
         strips=_strips(answer["kind"], str(filters.mask or "causal"), cells),
         map=winner_map(snapshot.cells, filters),
         subtitle=subtitle,
-        map_title=map_title(snapshot.source, snapshot.cells),
-        speedup_note=f"Here {HELD_UP}" if any(held_up(cell) for cell in cells) else "",
+        map_title=MAP_TITLES.get(snapshot.source, MAP_TITLES["measured"]),
         ceiling_note=(
             f"{snapshot.gpu} reached {snapshot.ceiling:.0f} TFLOPS in a plain matmul."
             if snapshot.ceiling

@@ -347,20 +347,6 @@ def test_the_page_holds_the_numbers_without_script(client: TestClient) -> None:
     assert "Config(backend=&#39;hopper&#39;, schedule=&#39;shortest_first&#39;" in page
 
 
-def test_a_baseline_that_a_flaw_holds_up_is_said(client: TestClient, snapshot: Snapshot) -> None:
-    assert {(c.mask, c.head_dim) for c in snapshot.cells if views.held_up(c)} == {("causal", 64)}
-    hero, curves = (f"{word} {views.HELD_UP}" for word in ("But here", "Here"))
-    flawed = client.get("/?mask=causal&head_dim=64").text
-    assert hero in flawed
-    assert curves in flawed.split('id="curves"')[1]
-    other = client.get("/?mask=causal&head_dim=128").text
-    assert hero not in other
-    assert curves not in other
-    for page in (flawed, other):
-        assert f"In causal, d 64, {views.HELD_UP}" in page.split('id="winners"')[1]
-    assert views.HELD_UP not in views.map_title("modelled", [])[1]
-
-
 def test_the_page_says_which_release_answers_and_what_is_newer(
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from dash_kernels.kernels.compile import main as compile_command
+from dash_kernels.kernels.compile import shared_barriers
 
 ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ["-m", "dash_kernels.kernels.compile"]
@@ -67,6 +68,16 @@ def test_a_largest_head_dim_below_all_that_are_shipped_is_refused_with_the_choic
     out, err = capsys.readouterr()
     remedy = "choose --max-head-dim (MAX_HEAD_DIM) from 64, 128"
     assert (out, err) == ("", f"error: no shipped winner has a head_dim of 8 or less; {remedy}\n")
+
+
+def test_a_hardware_barrier_that_triton_takes_too_is_a_warning() -> None:
+    own = "bar.arrive %r12, 288; barrier.sync 1; bar.sync \t0, 128;"
+    assert shared_barriers(own) == []
+    assert shared_barriers(own + " bar.sync 9, 128; barrier.cta.sync.aligned 13;") == [
+        "hardware barrier 9 is the kernel's own and Triton's",
+        "hardware barrier 13 is the kernel's own and Triton's",
+    ]
+    assert shared_barriers("bar.sync 9, 128;") == [], "a kernel without any of its own"
 
 
 def test_symmetric_shift_costs_no_registers(triton_pythons: list[Path], tmp_path: Path) -> None:

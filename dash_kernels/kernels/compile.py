@@ -34,7 +34,7 @@ class KernelResources:
 
     ``registers`` is the allocation at entry: the Hopper kernel's warp roles then trade registers (consumers run with
     232). ``spill_bytes`` counts spill stores, ``shared_bytes`` dynamic shared memory; ``warnings`` holds ptxas lines
-    that cost speed, such as C75xx (serialised wgmma).
+    that cost speed, such as C75xx (serialised wgmma), and hardware barriers that Triton and the kernel both use.
     """
 
     kernel: str
@@ -179,11 +179,24 @@ def compile_spec(spec: Any, capability: tuple[int, int]) -> KernelResources:
     )
     if report.returncode or not registers or not spills:
         raise KernelCompileError(f"ptxas gave no resource report of {where}", log)
+    slow = [
+        line.strip()
+        for line in log.splitlines()
+        if re.search(r"C7\d{3}|Potential Performance Loss", line)
+    ]
     return KernelResources(
         spec.kernel.__name__, int(registers[1]), int(spills[1]), compiled.metadata.shared,
-        tuple(line.strip() for line in log.splitlines() if re.search(r"C7\d{3}|Potential Performance Loss", line)),
-        ptxas_version, triton.__version__, kernel_hash(),
+        (*slow, *shared_barriers(compiled.asm["ptx"])), ptxas_version, triton.__version__, kernel_hash(),
     )  # fmt: skip
+
+
+def shared_barriers(ptx: str) -> list[str]:
+    """A line for each hardware barrier that Triton uses and the kernel too, which numbers its own from 5, in registers."""
+    if not re.search(r"bar\.(sync|arrive)\s+%r", ptx):
+        return []
+    numbers = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)(?:\.aligned)?\s+(\d+)", ptx)
+    taken = sorted({int(number) for number in numbers if int(number) >= 5})
+    return [f"hardware barrier {number} is the kernel's own and Triton's" for number in taken]
 
 
 def _ptxas_version(get_ptxas: Any, number: int, arch: str, triton_version: str) -> str:

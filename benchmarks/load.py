@@ -181,14 +181,21 @@ def waited(pid: int) -> float:
     return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
 
 
+def stolen() -> tuple[float, float]:
+    """Processor seconds that the host took from this machine's cores so far, and all that there were."""
+    fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
+    return fields[7] / os.sysconf("SC_CLK_TCK"), sum(fields) / os.sysconf("SC_CLK_TCK")
+
+
 def half_load(port: int, pid: int, rate: float, seconds: float, width: int) -> dict[str, Any]:
     """Latencies at ``rate``, with what the machine and this client add to them.
 
     ``steady_ms`` are those of the half seconds in which the machine kept its pace; None where it never did.
     """
     before = {"server": waited(pid), "client": waited(os.getpid())}
-    used = cpu_seconds(pid)
+    used, taken = cpu_seconds(pid), stolen()
     tally = asyncio.run(load_client.at_rate(HOST, port, BEST, seconds, rate, width))
+    taken = tuple(now - then for now, then in zip(stolen(), taken, strict=True))
     after = {"server": waited(pid), "client": waited(os.getpid())}
     kept, steady, windows = load_client.steady(tally)
     return {
@@ -202,6 +209,7 @@ def half_load(port: int, pid: int, rate: float, seconds: float, width: int) -> d
         "waited_for_a_core": {
             name: round((after[name] - before[name]) / seconds, 3) for name in before
         },
+        "stolen_by_the_host": round(taken[0] / taken[1], 3),
         "load_average": round(os.getloadavg()[0], 2),
     }
 

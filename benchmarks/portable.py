@@ -1,6 +1,6 @@
 """The portable backend's backward beside flex_attention's, and head dims above 128 beside flash-attn-4's.
 
-    python benchmarks/portable.py --output benchmarks/results/flex-attention-h200-DATE.json
+    python benchmarks/portable.py --output benchmarks/results/portable-h200-DATE.json
 
 Backwards through autograd, bf16, 16384 tokens, hidden 2048 of q; every kernel of a shape is sampled in turn, L2 flushed before
 each sample. A peer that cannot run a shape is named with its reason.

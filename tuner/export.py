@@ -160,8 +160,8 @@ def check_release_name(name: str) -> None:
     day = max(DAY.findall(name), default="")
     if day > tomorrow:
         raise StoreError(
-            f"release name {name!r}: {day} is after tomorrow (UTC), and every later default name would follow it; use a "
-            f"day up to {tomorrow}, or none"
+            f"release name {name!r}: {day} is after tomorrow (UTC), and default names go on from the latest day in use; "
+            f"use a day up to {tomorrow}, or none"
         )
 
 

@@ -37,7 +37,7 @@ from dash_kernels.device import GPUS
 from dash_kernels.problem import OPTION_FIELDS
 from tuner.results.rows import ResultRow, canonical
 
-NOISE = 0.01  # a smaller lead is not seen again in the next sweep: two-gpus-h200-2026-11-30.json
+NOISE = 0.01  # smaller leads change from sweep to sweep: two-gpus-h200-2026-11-30.json
 SLICE_FIELDS = ("gpu", "mask", "head_dim", "dtype", "head_group", *OPTION_FIELDS, "direction")
 CELL_FIELDS = (*SLICE_FIELDS[:-1], "seq_len", "seq_len_kv", "batch", "heads", "direction")
 NEVER = datetime.min.replace(tzinfo=timezone.utc)

@@ -163,7 +163,7 @@ def budgets_of(
 
     Inputs are (B, S, H, D); with ``cu_seqlens``, where the sequences of q and of k begin, (total, H, D). ``options``:
     ``window``, ``softcap``, ``sink``, ``dlse`` as in :mod:`dash_kernels.reference`. dsink has a value a head: how close a
-    peer came to so few says little, so its budget is at least what rounding the output does to it, six deviations.
+    peer came to so few says little, so its budget is at least six standard deviations of what rounding the output does to it.
     """
     inputs, how = (dout, q, k, v), {"causal": causal, "scale": scale, **options}
     if cu_seqlens is None:
@@ -198,9 +198,8 @@ def _sink_noise(
     else:
         packed_out, packed_lse = reference.packed_forward(q, k, v, *cu_seqlens, **how)
         dout, out, lse = dout[None], packed_out[None], packed_lse[None]
-    share = (
-        how["sink"].double()[:, None] - lse
-    ).exp()  # 0 for rows that see no key: their lse is +inf
+    # 0 for rows that see no key: their LSE is +inf.
+    share = (how["sink"].double()[:, None] - lse).exp()
     products = (dout.double() * out).square().sum(-1).transpose(1, 2)
     variance = (share.square() * products).sum((0, 2)) / 12
     return torch.finfo(dout.dtype).eps * variance.sqrt()

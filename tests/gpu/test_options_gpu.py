@@ -44,9 +44,8 @@ MIXTURES = pytest.mark.parametrize("mixture", MIXED, ids=["batch", "packed"])
 def _compiled_in_parallel(request: pytest.FixtureRequest) -> None:
     """Compile the kernels of a long run in several processes; what fails there fails again in its own test."""
     mine = [item for item in request.session.items if item.module is request.module]
-    if (
-        len(mine) < 30 or "PYTEST_XDIST_WORKER" in os.environ
-    ):  # each of n workers would start all of them
+    # Under xdist each of the workers would start all of them.
+    if len(mine) < 30 or "PYTEST_XDIST_WORKER" in os.environ:
         return
     deadline = time.monotonic() + WARM_UP_SECONDS
 

@@ -111,6 +111,36 @@ def test_every_form_compiles_with_the_newest(
     assert 0 < report["shared_bytes"] <= 232448
 
 
+EVERY_OPTION = """
+import json
+from dataclasses import asdict
+from dash_kernels.kernels.compile import compile_spec, hopper_spec
+from dash_kernels.problem import Config
+
+config = Config(backend="hopper", block_m=128, block_n=128)
+options = dict.fromkeys(("grouped", "windowed", "softcap", "packed"), True)
+print(json.dumps(asdict(compile_spec(hopper_spec(config, 64, "bfloat16", True, **options), (9, 0)))))
+"""
+
+
+def test_every_option_at_once_keeps_what_its_loops_carry(
+    triton_pythons: list[Path], tmp_path: Path
+) -> None:
+    """Triton 3.6 dropped the step at which a grouped head begins, and the launch hung; 3.9 does not drop it."""
+    carried = []
+    for python in triton_pythons:
+        ran = subprocess.run(
+            [str(python), "-c", EVERY_OPTION], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
+            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
+        )  # fmt: skip
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        report = json.loads(ran.stdout)
+        assert report["warnings"] == []
+        carried.append(report["carried"])
+    assert len(set(carried)) == 1, carried
+    assert carried[0] > 0
+
+
 def test_a_config_of_another_kernel_is_named(triton_pythons: list[Path], tmp_path: Path) -> None:
     ran = subprocess.run(
         [str(triton_pythons[0]), *COMPILE, "--config", '{"block_q": 64}'],

@@ -35,6 +35,7 @@ class KernelResources:
     ``registers`` is the allocation at entry: the Hopper kernel's warp roles then trade registers (consumers run with
     232). ``spill_bytes`` counts spill stores, ``shared_bytes`` dynamic shared memory; ``warnings`` holds ptxas lines
     that cost speed, such as C75xx (serialised wgmma), and hardware barriers that Triton and the kernel both use.
+    ``carried`` counts the values that its for loops carry: a Triton that counts fewer than another has dropped some.
     """
 
     kernel: str
@@ -45,6 +46,7 @@ class KernelResources:
     ptxas_version: str
     triton_version: str
     kernel_hash: str
+    carried: int
 
 
 class KernelSpec(NamedTuple):
@@ -187,6 +189,7 @@ def compile_spec(spec: Any, capability: tuple[int, int]) -> KernelResources:
     return KernelResources(
         spec.kernel.__name__, int(registers[1]), int(spills[1]), compiled.metadata.shared,
         (*slow, *shared_barriers(compiled.asm["ptx"])), ptxas_version, triton.__version__, kernel_hash(),
+        sum(loop.count("=") for loop in re.findall(r"scf\.for .*?iter_args\((.*?)\) ->", compiled.asm["ttgir"])),
     )  # fmt: skip
 
 

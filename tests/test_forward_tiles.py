@@ -58,6 +58,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(module, "gl", language)
     quiet = SimpleNamespace(**dict.fromkeys(("wait", "arrive", "expect"), lambda *_, **__: None))
     monkeypatch.setattr(module, "mbarrier", quiet)
+    monkeypatch.setattr(module, "arrive_and_wait", quiet.wait)
     monkeypatch.setattr(module, "PROBES", 128)
     monkeypatch.setattr(
         module, "write_word", lambda w, tile, word, value: seen["words"].update({number(word): int(number(value))})
@@ -93,7 +94,7 @@ def test_a_walk_shows_each_row_its_keys(
         sent["words"].clear()
         sent["loads"].clear()
         steps = module.send_tile.fn(
-            "q", "k", "v", memory, memory, memory, None, bars, 0, 0, 0, 0, 0, row, rows, keys, 0, 0, 0, left, right,
+            "q", "k", "v", memory, memory, memory, None, bars, bars, bars, 0, 0, 0, 0, 0, row, rows, keys, 0, 0, 0, left, right,
             mask, False, 2, N, 64, STAGES,
         )  # fmt: skip
         count, masked, plain_end, reach, limit = (

@@ -168,7 +168,7 @@ def _cell_row(cell: Cell) -> list[str]:
 
 
 def _lead(winner: Winner) -> str:
-    """The lead over the runner-up; one that is not above zero for sure is a tie."""
+    """The lead over the runner-up; one within the noise, or not above zero for sure, is a tie."""
     lead = winner.confidence
     if lead is None:
         return "-"

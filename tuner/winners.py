@@ -57,8 +57,8 @@ class Confidence:
 
     @property
     def tie(self) -> bool:
-        """Whether the lead is within the noise, or its interval leaves open that there is none."""
-        return self.lead <= NOISE or (self.low is not None and self.low <= 0)
+        """Whether a lead with samples, which a model's has not, is within the noise or perhaps none."""
+        return self.low is not None and (self.lead <= NOISE or self.low <= 0)
 
     def to_dict(self) -> dict[str, float | None]:
         return {"lead": self.lead, "low": self.low, "high": self.high}

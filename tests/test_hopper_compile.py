@@ -17,10 +17,10 @@ ROOT = Path(__file__).resolve().parent.parent
 COMPILE = ["-m", "dash_kernels.kernels.compile"]
 
 
-def compiled(python: Path, cache: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The reports that the compile command prints."""
+def reports(python: Path, cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    """The reports, a JSON line each, that Python prints with these arguments."""
     ran = subprocess.run(
-        [str(python), *COMPILE, *arguments],
+        [str(python), *arguments],
         cwd=ROOT,
         env={**os.environ, "TRITON_CACHE_DIR": str(cache)},
         capture_output=True,
@@ -30,6 +30,10 @@ def compiled(python: Path, cache: Path, *arguments: str) -> list[dict[str, Any]]
     )
     assert ran.returncode == 0, ran.stderr[-3000:]
     return [json.loads(line) for line in ran.stdout.splitlines() if line.startswith("{")]
+
+
+def compiled(python: Path, cache: Path, *arguments: str) -> list[dict[str, Any]]:
+    return reports(python, cache, *COMPILE, *arguments)
 
 
 def test_shipped_winners_compile_to_what_the_table_says(
@@ -72,12 +76,12 @@ def test_a_largest_head_dim_below_all_that_are_shipped_is_refused_with_the_choic
 
 def test_a_hardware_barrier_that_triton_takes_too_is_a_warning() -> None:
     own = "bar.arrive %r12, 288; barrier.sync 1; bar.sync \t0, 128;"
-    assert shared_barriers(own) == []
-    assert shared_barriers(own + " bar.sync 9, 128; barrier.cta.sync.aligned 13;") == [
+    assert shared_barriers(own, 5) == []
+    assert shared_barriers(own + " bar.sync 9, 128; barrier.cta.sync.aligned 13;", 5) == [
         "hardware barrier 9 is the kernel's own and Triton's",
         "hardware barrier 13 is the kernel's own and Triton's",
     ]
-    assert shared_barriers("bar.sync 9, 128;") == [], "a kernel without any of its own"
+    assert shared_barriers("bar.sync 9, 128;", 5) == [], "a kernel without any of its own"
 
 
 def test_symmetric_shift_costs_no_registers(triton_pythons: list[Path], tmp_path: Path) -> None:
@@ -129,12 +133,7 @@ def test_every_option_at_once_keeps_what_its_loops_carry(
     """Triton 3.6 dropped the step at which a grouped head begins, and the launch hung; 3.9 does not drop it."""
     carried = []
     for python in triton_pythons:
-        ran = subprocess.run(
-            [str(python), "-c", EVERY_OPTION], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False,
-            env={**os.environ, "TRITON_CACHE_DIR": str(tmp_path)},
-        )  # fmt: skip
-        assert ran.returncode == 0, ran.stderr[-3000:]
-        report = json.loads(ran.stdout)
+        (report,) = reports(python, tmp_path, "-c", EVERY_OPTION)
         assert report["warnings"] == []
         carried.append(report["carried"])
     assert len(set(carried)) == 1, carried

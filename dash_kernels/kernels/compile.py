@@ -142,6 +142,8 @@ def compile_spec(spec: Any, capability: tuple[int, int]) -> KernelResources:
     from triton.compiler import ASTSource
     from triton.experimental.gluon._runtime import GluonASTSource
 
+    from dash_kernels.kernels.hopper_shared import Q_EMPTY
+
     number = capability[0] * 10 + capability[1]
     arch = sm_arch_from_capability(number)
     ptxas_version = _ptxas_version(get_ptxas, number, arch, triton.__version__)
@@ -188,17 +190,17 @@ def compile_spec(spec: Any, capability: tuple[int, int]) -> KernelResources:
     ]
     return KernelResources(
         spec.kernel.__name__, int(registers[1]), int(spills[1]), compiled.metadata.shared,
-        (*slow, *shared_barriers(compiled.asm["ptx"])), ptxas_version, triton.__version__, kernel_hash(),
+        (*slow, *shared_barriers(compiled.asm["ptx"], Q_EMPTY.value)), ptxas_version, triton.__version__, kernel_hash(),
         sum(loop.count("=") for loop in re.findall(r"scf\.for .*?iter_args\((.*?)\) ->", compiled.asm["ttgir"])),
     )  # fmt: skip
 
 
-def shared_barriers(ptx: str) -> list[str]:
-    """A line for each hardware barrier that Triton uses and the kernel too, which numbers its own from 5, in registers."""
+def shared_barriers(ptx: str, first: int) -> list[str]:
+    """A line for each hardware barrier that Triton uses and the kernel too, which names its own, from ``first``, in registers."""
     if not re.search(r"bar\.(sync|arrive)\s+%r", ptx):
         return []
     numbers = re.findall(r"\bbar(?:rier)?\.(?:cta\.)?(?:sync|arrive)(?:\.aligned)?\s+(\d+)", ptx)
-    taken = sorted({int(number) for number in numbers if int(number) >= 5})
+    taken = sorted({int(number) for number in numbers if int(number) >= first})
     return [f"hardware barrier {number} is the kernel's own and Triton's" for number in taken]
 
 

@@ -109,9 +109,11 @@ def main() -> None:
     parser.add_argument("--all", type=Path, help="database of the sweep by several")
     parser.add_argument("--output", type=Path, required=True)
     given, options = parser.parse_known_args()
+    if (given.one is None) != (given.all is None):
+        parser.error("--one and --all name the two sweeps to compare: give both, or neither")
     with tempfile.TemporaryDirectory() as folder:
         one, many = given.one, given.all
-        if one is None or many is None:
+        if one is None:
             uuids = [gpu.uuid for gpu in visible_gpus()]
             if len(uuids) < 2:
                 sys.exit(f"this host shows {len(uuids)} GPUs; two are needed")

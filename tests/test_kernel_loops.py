@@ -1,8 +1,9 @@
 """No kernel carries a value round a loop only to bound loops inside it.
 
 Triton 3.6 and 3.7 drop such a value in their canonicalization (its uses as bounds do not count as uses), so that each
-iteration sees the first one's: a Hopper backward with grouped heads hung for it. Triton 3.9 keeps it. What reaches a bound
-through another variable or function is not seen here, but where tests compile the kernel with both (test_hopper_compile.py).
+iteration sees the first one's: a Hopper backward with grouped heads hung for it. Triton 3.9 keeps what hung. Not seen here is
+what reaches a bound through another variable, a function or a ``while``, nor a value that only dead code or a later value of its
+name reads: for that tests/test_hopper_compile.py counts what the kernel carries with both.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ def _map_cell(cell: Cell) -> dict[str, Any]:
 
 
 def _lead(confidence: Confidence | None) -> tuple[str, str]:
-    """(what the table shows, the numbers behind it): a lead that is not above zero for sure is a tie."""
+    """(what the table shows, the numbers behind it): a lead within the noise, or not above zero for sure, is a tie."""
     if confidence is None:
         return UNKNOWN, "nothing else was measured"
     if confidence.low is None or confidence.high is None:

@@ -3,7 +3,8 @@
 /best is measured in turn with a FastAPI route that declares the same parameters and returns a constant, each with one
 worker; then each at half of what it can, on a schedule that waits for no answer, with how far this machine kept its
 pace meanwhile; then /curves and the calls of the dashboard one after another, and the first call
-after a new row. ``--soak MINUTES`` runs a mixed load instead and watches the server's memory.
+after a new row. ``--soak MINUTES`` runs a mixed load instead and watches the server's memory. On a machine with cores to
+spare, ``--server-cores 4,5 --client-cores 10`` keeps the servers and the client out of each other's way.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import argparse
 import asyncio
 import importlib.metadata
 import json
+import math
 import os
 import platform
 import statistics
@@ -62,10 +64,12 @@ PAGES = [
 VERSIONS = ("fastapi", "starlette", "uvicorn", "pydantic", "sqlalchemy", "psycopg")
 
 
-def start(command: list[str], port: int, path: str, **environment: str) -> subprocess.Popen[bytes]:
+def start(command: list[str], port: int, path: str, cores: set[int]) -> subprocess.Popen[bytes]:
+    places = os.pathsep.join(filter(None, [".", os.environ.get("PYTHONPATH")]))
     process = subprocess.Popen(
-        command, env={**os.environ, "PYTHONPATH": ".", **environment}, stderr=subprocess.DEVNULL
+        command, env={**os.environ, "PYTHONPATH": places}, stderr=subprocess.DEVNULL
     )
+    os.sched_setaffinity(process.pid, cores)
     deadline = time.monotonic() + 120
     while time.monotonic() < deadline and process.poll() is None:
         try:
@@ -77,16 +81,16 @@ def start(command: list[str], port: int, path: str, **environment: str) -> subpr
     raise SystemExit(f"no answer from {' '.join(command)}")
 
 
-def serve(db: str, port: int) -> subprocess.Popen[bytes]:
+def serve(db: str, port: int, cores: set[int]) -> subprocess.Popen[bytes]:
     command = [sys.executable, "-m", "server.cli", "--port", str(port), "--db", db]
-    return start(command, port, "/healthz")
+    return start(command, port, "/healthz", cores)
 
 
-def constant(port: int, folder: Path) -> subprocess.Popen[bytes]:
+def constant(port: int, folder: Path, cores: set[int]) -> subprocess.Popen[bytes]:
     (folder / "constant_app.py").write_text(CONSTANT)
     command = [sys.executable, "-m", "uvicorn", "--app-dir", str(folder), "constant_app:app"]
     options = ["--port", str(port), "--log-level", "warning", "--no-access-log"]
-    return start(command + options, port, BEST[0])
+    return start(command + options, port, BEST[0], cores)
 
 
 def resident_mebibytes(pid: int) -> float:
@@ -177,14 +181,22 @@ def after_a_row(db: str, port: int, times: int) -> dict[str, float]:
 
 
 def waited(pid: int) -> float:
-    """Seconds for which the first thread of a process was ready to run and had no core."""
-    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    """Seconds for which the first thread of a process was ready to run and had no core; NaN where none are counted."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except FileNotFoundError:
+        return math.nan
 
 
 def stolen() -> tuple[float, float]:
     """Processor seconds that the host took from this machine's cores so far, and all that there were."""
     fields = [int(x) for x in Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]]
     return fields[7] / os.sysconf("SC_CLK_TCK"), sum(fields) / os.sysconf("SC_CLK_TCK")
+
+
+def share(part: float, whole: float) -> float | None:
+    """``part`` of ``whole``; None where the kernel counts neither."""
+    return round(part / whole, 3) if whole and not math.isnan(part) else None
 
 
 def half_load(port: int, pid: int, rate: float, seconds: float, width: int) -> dict[str, Any]:
@@ -206,10 +218,8 @@ def half_load(port: int, pid: int, rate: float, seconds: float, width: int) -> d
         "steady_half_seconds": f"{steady} of {windows}",
         "client_late_ms": milliseconds(tally.late),
         "server_cpu": round((cpu_seconds(pid) - used) / seconds, 2),
-        "waited_for_a_core": {
-            name: round((after[name] - before[name]) / seconds, 3) for name in before
-        },
-        "stolen_by_the_host": round(taken[0] / taken[1], 3),
+        "waited_for_a_core": {name: share(after[name] - before[name], seconds) for name in before},
+        "stolen_by_the_host": share(*taken),
         "load_average": round(os.getloadavg()[0], 2),
     }
 
@@ -258,6 +268,20 @@ def about(db: str) -> dict[str, Any]:
     }
 
 
+def core_numbers(text: str) -> set[int]:
+    """``4,5`` as core numbers, each one that this process may use."""
+    cores, allowed = {int(number) for number in text.split(",")}, os.sched_getaffinity(0)
+    if not cores <= allowed:
+        raise argparse.ArgumentTypeError(
+            f"{text} names cores that this process may not use; choose of {listed(allowed)}"
+        )
+    return cores
+
+
+def listed(cores: set[int]) -> str:
+    return ",".join(map(str, sorted(cores)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--db", required=True)
@@ -266,11 +290,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=4.0, help="of each turn")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--width", type=int, default=8, help="connections")
+    for side in ("server", "client"):
+        parser.add_argument(
+            f"--{side}-cores",
+            type=core_numbers,
+            default=os.sched_getaffinity(0),
+            metavar="N,N",
+            help="cores that it keeps to; default: all",
+        )
     parser.add_argument("--soak", type=float, default=0.0, metavar="MINUTES")
     options = parser.parse_args()
     found = about(options.db)
+    found["machine"]["server_cores"] = listed(options.server_cores)
+    found["machine"]["client_cores"] = listed(options.client_cores)
+    os.sched_setaffinity(0, options.client_cores)
     begin = time.perf_counter()
-    server = serve(options.db, options.port)
+    server = serve(options.db, options.port, options.server_cores)
     try:
         found["first_answer_s"] = round(time.perf_counter() - begin, 2)
         begin = time.perf_counter()
@@ -294,7 +329,7 @@ def measure(options: argparse.Namespace, server: subprocess.Popen[bytes]) -> dic
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        other = constant(options.port + 1, Path(folder))
+        other = constant(options.port + 1, Path(folder), options.server_cores)
         try:
             servers = {
                 "constant": (options.port + 1, other.pid),

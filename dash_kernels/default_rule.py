@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dash_kernels.problem import Config, Problem, padded_head_dim, supports
+from dash_kernels.problem import (
+    HOPPER_TILES,
+    Config,
+    Problem,
+    hopper_dims,
+    padded_head_dim,
+    supports,
+)
 
-DEFAULT_RULE = "default-2"  # name of default_config(); a change of the rule is a new name, and a new numerics key
+DEFAULT_RULE = "default-3"  # name of default_config(); a change of the rule is a new name, and a new numerics key
 HOPPER_CLASS = (
     9  # major capability from which an SM has the shared memory for a large tile in three stages
 )
@@ -52,8 +59,11 @@ def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Confi
         if one_sided
         else Config(schedule="ascending", launch_order="ascending", heads_interleaved=4)
     )
-    if capability[0] == 9 and dim <= 128:
-        yield order.with_(backend="hopper", block_m=128 if dim == 64 else 64)
+    if capability[0] == 9:
+        for block_m, block_n in HOPPER_TILES[hopper_dims(problem.head_dim, problem.head_dim_v)[0]]:
+            tile = order.with_(backend="hopper", block_m=block_m, block_n=block_n)
+            yield tile
+            yield tile.with_(num_stages=1)
     portable = order.with_(backend="portable")
     if capability[0] < HOPPER_CLASS and dim <= 128:
         short = problem.seq_len_kv <= 2048

@@ -14,7 +14,7 @@ from dash_kernels.checks import DTYPES
 from dash_kernels.compile_lock import compile_once
 from dash_kernels.execute import Options, decode_config
 from dash_kernels.layouts import kernel_ready, pad_head_dim
-from dash_kernels.problem import Config, Problem, padded_head_dim, supports
+from dash_kernels.problem import Config, Problem, kernel_dims, supports
 from dash_kernels.schedules import Launch, TileGrid
 
 
@@ -170,8 +170,7 @@ def resolve(
     else:
         config = dispatch.choose(problem, device.index, deterministic=options.deterministic).config
     strict = config.backend == "hopper"
-    dims = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    dims = (max(dims), max(dims)) if strict else dims
+    dims = kernel_dims(problem, config.backend)
     form = problem.mask, problem.dtype, problem.windowed, problem.softcap, problem.varlen
     name = " ".join(map(str, (config.key(), *dims, *form)))
     return Plan(config, (left, right), *dims, strict, name)

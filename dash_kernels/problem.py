@@ -285,7 +285,8 @@ class Support:
         return self.ok
 
 
-HOPPER_TILES = {64: ((128, 128),), 128: ((64, 128),)}  # head_dim -> (block_m, block_n)
+# Columns of the kernel's Q tile (hopper_dims) -> (block_m, block_n)
+HOPPER_TILES = {64: ((128, 128),), 128: ((64, 128),), 192: ((64, 128),), 256: ((64, 64),)}
 PORTABLE_TILES = ((32, 64), (64, 64), (64, 128), (128, 64), (128, 128), (32, 128), (32, 32))
 # On compute capability 10.x accumulators live in tensor memory. Padded head_dim -> the tiles whose accumulators fit in it:
 # for any other Triton compiles, in place of the kernel, an instruction that faults.
@@ -295,7 +296,8 @@ TENSOR_MEMORY_TILES = {
     256: ((32, 64), (32, 32)),
 }
 DEFERRED = "the deferred signal belonged to an earlier Hopper kernel; use signal plain"
-KERNEL_HEAD_DIMS = {"hopper": (64, 128), "portable": (64, 128, 256)}
+KERNEL_HEAD_DIMS = {"hopper": (64, 128, 256), "portable": (64, 128, 256)}
+HEAD_DIM_STEP = 16  # rows that the Hopper kernel reads in place have so many elements or a multiple
 SHARED_MEMORY_LIMIT = {
     (8, 0): 166912,
     (8, 6): 101376,
@@ -311,12 +313,35 @@ def padded_head_dim(head_dim: int) -> int:
     return 64 if head_dim <= 64 else 128 if head_dim <= 128 else 256
 
 
-def hopper_shared_bytes(config: Config, head_dim: int) -> int:
-    """Shared memory of the Hopper main kernel: its buffers, and 1 KiB that holds barriers, records and captures."""
-    m, n, d = config.block_m, config.block_n, _row_length(head_dim)
-    kv, q_do = 2 * n * d * 2, 2 * config.num_stages * (m * d * 2 + m * 4)
-    ds = 2 * n * m * 2
-    ring = config.dq_stages * m * d * 4  # dK and dV leave through it too
+def hopper_dims(head_dim: int, head_dim_v: int) -> tuple[int, int]:
+    """Columns of the tiles of Q and K, and of V and dO, in the Hopper main kernel: (192, 128) or twice the same."""
+    if 128 < head_dim <= 192 and head_dim_v <= 128:
+        return 192, 128
+    widest = _row_length(max(head_dim, head_dim_v))
+    return widest, widest
+
+
+def kernel_dims(problem: Problem, backend: str) -> tuple[int, int]:
+    """(head_dim, head_dim_v) of the tensors that a backend's launch takes; rows are filled up with zeros to that."""
+    dims = problem.head_dim, problem.head_dim_v
+    if backend == "hopper":
+        d, d_v = (-(-dim // HEAD_DIM_STEP) * HEAD_DIM_STEP for dim in dims)
+    else:
+        d, d_v = (padded_head_dim(dim) for dim in dims)
+    return d, d_v
+
+
+def hopper_shared_bytes(config: Config, head_dim: int, head_dim_v: int = 0) -> int:
+    """Shared memory of the Hopper main kernel: its buffers, and 1 KiB that holds barriers, records and captures.
+
+    ``head_dim_v`` 0 is ``head_dim``.
+    """
+    d, d_v = hopper_dims(head_dim, head_dim_v or head_dim)
+    m, n = config.block_m, config.block_n
+    kv, q_do = n * (d + d_v) * 2, config.num_stages * (m * (d + d_v) * 2 + 2 * m * 4)
+    ds = n * m * 2 * (1 if d == 192 else 2)
+    # Above head_dim 128 all stages together are one dQ tile.
+    ring = m * d * 4 * (1 if d > 128 else config.dq_stages)
     return kv + q_do + ds + ring + 1024
 
 
@@ -346,7 +371,7 @@ def supports(config: Config, problem: Problem, capability: tuple[int, int] = (9,
     permission of the caller and is judged at launch.
     """
     if config.backend == "hopper":
-        required = hopper_shared_bytes(config, max(problem.head_dim, problem.head_dim_v))
+        required = hopper_shared_bytes(config, problem.head_dim, problem.head_dim_v)
         not_built = _not_on_hopper
     else:
         required = portable_shared_bytes(config, problem.head_dim, problem.head_dim_v)
@@ -397,8 +422,8 @@ def _wrong_head_dim(config: Config, problem: Problem) -> str:
 
 
 def _not_on_hopper(config: Config, problem: Problem, capability: tuple[int, int]) -> str:
-    """Why the Hopper kernel does not run this; it runs every mask, head group and option up to head_dim 128."""
-    dim = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
+    """Why the Hopper kernel does not run this; it runs every mask, head group and option up to head_dim 256."""
+    dim = hopper_dims(problem.head_dim, problem.head_dim_v)[0]
     if capability[0] != 9:
         return (
             f"backend hopper needs compute capability 9.0; this is {capability[0]}.{capability[1]}"
@@ -410,6 +435,8 @@ def _not_on_hopper(config: Config, problem: Problem, capability: tuple[int, int]
         return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
     if config.dq_stages < 2:
         return "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once"
+    if dim > 128 and config.dq_stages != 2:
+        return f"above head_dim 128 backend hopper has two dQ stages, a share each; dq_stages is {config.dq_stages}"
     if max(config.num_stages, config.dq_stages) > 4:
         return "backend hopper has barriers for 4 stages: num_stages and dq_stages go up to 4"
     if config.signal == "deferred":

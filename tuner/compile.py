@@ -121,12 +121,8 @@ def _specs(
         tail = problem.seq_len_kv % config.block_n != 0
         options |= {"windowed": True} if problem.windowed else {}
         options |= {"packed": True} if problem.varlen else {}
-        widest = max(dim, dim_v)
-        return [
-            hopper_spec(
-                config, widest, dtype, causal, tail=tail, cooperative=cooperative, **options
-            )
-        ]
+        options |= {"head_dim_v": dim_v, "tail": tail, "cooperative": cooperative}
+        return [hopper_spec(config, dim, dtype, causal, **options)]
     from dash_kernels.kernels.backward_portable import compile_specs
 
     options |= {"window": problem.window} if problem.windowed else {}

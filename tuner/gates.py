@@ -8,11 +8,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from dash_kernels.compile_lock import compile_once
-from dash_kernels.problem import Config, Problem
+from dash_kernels.problem import Config, Problem, kernel_dims
 from tuner.compile import kernel_identity
 from tuner.failures import CandidateError
 from tuner.truth import (
-    kernel_dims,
     options_of,
     packed_lengths,
     peer_runs,

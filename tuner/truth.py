@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dash_kernels.problem import Problem, padded_head_dim, unmasked_pairs
+from dash_kernels.problem import Problem, unmasked_pairs
 
 
 def packed_lengths(problem: Problem) -> list[tuple[int, int]]:
@@ -52,12 +52,6 @@ def sequences_of(problem: Problem, device: str) -> Any:
 
     starts_q, starts_k = packed_starts(problem, device)
     return Sequences(starts_q, starts_k, problem.seq_len, problem.seq_len_kv)
-
-
-def kernel_dims(problem: Problem, backend: str) -> tuple[int, int]:
-    """(head_dim, head_dim_v) that the kernels are called with; rows are filled up with zeros."""
-    dims = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
-    return (max(dims), max(dims)) if backend == "hopper" else dims
 
 
 def peer_runs(problem: Problem) -> bool:

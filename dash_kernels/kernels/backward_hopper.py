@@ -34,6 +34,10 @@ from dash_kernels.kernels.hopper_shared import (
     TILE_EMPTY,
     TILE_FULL,
     ZERO,
+    dq_boxes,
+    is_uneven,
+    is_wide,
+    pieces,
     several,
     write_scalar,
 )
@@ -50,7 +54,7 @@ def backward_hopper(
     num_items, num_tiles, num_steps, num_heads, heads_kv, group, interleave, num_m, left, right, seq_len, seq_len_kv,
     bound_us, scale_log2, cap_log2, scale,
     MASK: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     POLICY: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
     """``num_heads`` counts (batch, KV head) pairs, ``left`` and ``right`` the keys on each side of a query's position.
@@ -60,15 +64,21 @@ def backward_hopper(
     """
     DTYPE: gl.constexpr = q_desc.dtype
     KV_TILE: gl.constexpr = k_desc.block_type.shape
+    V_TILE: gl.constexpr = v_desc.block_type.shape
     Q_TILE: gl.constexpr = q_desc.block_type.shape
-    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for([N, M], DTYPE)
+    DO_TILE: gl.constexpr = do_desc.block_type.shape
+    DQ_TILE: gl.constexpr = dq_desc.block_type.shape
+    DS_TILE: gl.constexpr = [M, N] if is_uneven(D) else [N, M]
+    DS_LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(DS_TILE, DTYPE)
     WORD: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    k_s = gl.allocate_shared_memory(DTYPE, several(1, KV_TILE), k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, several(1, KV_TILE), v_desc.layout)
-    q_s = gl.allocate_shared_memory(DTYPE, several(STAGES, Q_TILE), q_desc.layout)
-    do_s = gl.allocate_shared_memory(DTYPE, several(STAGES, Q_TILE), do_desc.layout)
-    dq_s = gl.allocate_shared_memory(gl.float32, [DQ_STAGES, M * D // 256, 256], dq_desc.layout)
-    ds_s = gl.allocate_shared_memory(DTYPE, [2, N, M], DS_LAYOUT)
+    k_s = gl.allocate_shared_memory(DTYPE, several(pieces(D), KV_TILE), k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, several(1, V_TILE), v_desc.layout)
+    q_s = gl.allocate_shared_memory(DTYPE, several(STAGES * pieces(D), Q_TILE), q_desc.layout)
+    do_s = gl.allocate_shared_memory(DTYPE, several(STAGES, DO_TILE), do_desc.layout)
+    dq_s = gl.allocate_shared_memory(
+        gl.float32, several(dq_boxes(D) if D > 128 else DQ_STAGES, DQ_TILE), dq_desc.layout
+    )
+    ds_s = gl.allocate_shared_memory(DTYPE, several(1 if is_uneven(D) else 2, DS_TILE), DS_LAYOUT)
     lse_s = gl.allocate_shared_memory(gl.float32, [STAGES, M], lse_desc.layout)
     delta_s = gl.allocate_shared_memory(gl.float32, [STAGES, M], delta_desc.layout)
     words = gl.allocate_shared_memory(gl.int32, [NUM_WORDS, 1], WORD)
@@ -81,7 +91,7 @@ def backward_hopper(
     for i in gl.static_range(2):
         mbarrier.init(bars.index(TILE_FULL + i), count=1)
         mbarrier.init(bars.index(TILE_EMPTY + i), count=4)  # two warpgroups, two writers
-        mbarrier.init(bars.index(OUT_FULL + i), count=2)
+        mbarrier.init(bars.index(OUT_FULL + i), count=1 if is_wide(D) else 2)
     mbarrier.init(bars.index(KV_FULL), count=1)
     mbarrier.init(bars.index(KV_EMPTY), count=2)
     mbarrier.init(bars.index(OUT_EMPTY), count=2)
@@ -97,22 +107,22 @@ def backward_hopper(
         [
             (consumer, (
                 dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, q_full, do_full,
-                ring_empty, scale_log2, cap_log2, scale, span, group, 0, MASK, SOFTCAP, GROUPED, M, N, D,
+                ring_empty, scale_log2, cap_log2, scale, span, group, 0, MASK, SOFTCAP, GROUPED, M, N, D, DV,
                 STAGES, DQ_STAGES, POLICY)),
             (consumer, (
                 dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, q_full, do_full,
-                ring_empty, scale_log2, cap_log2, scale, span, group, 1, MASK, SOFTCAP, GROUPED, M, N, D,
+                ring_empty, scale_log2, cap_log2, scale, span, group, 1, MASK, SOFTCAP, GROUPED, M, N, D, DV,
                 STAGES, DQ_STAGES, POLICY)),
             (producer, (
                 q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, bars,
                 q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave,
-                num_m, left, right, seq_len, seq_len_kv, MASK, GROUPED, PACKED, DESCENDING, M, N, D, STAGES)),
+                num_m, left, right, seq_len, seq_len_kv, MASK, GROUPED, PACKED, DESCENDING, M, N, D, DV, STAGES)),
             (writer, (
-                dq_desc, dk_desc, dv_desc, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,
-                num_m, 0, GROUPED, PACKED, DESCENDING, M, N, D, DQ_STAGES, POLICY, ORDER_OF_START)),
+                dq_desc, dk_desc, dv_desc, k_s, v_s, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,
+                num_m, 0, GROUPED, PACKED, DESCENDING, M, N, D, DV, DQ_STAGES, POLICY, ORDER_OF_START)),
             (writer, (
-                dq_desc, dk_desc, dv_desc, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,
-                num_m, 1, GROUPED, PACKED, DESCENDING, M, N, D, DQ_STAGES, POLICY, ORDER_OF_START)),
+                dq_desc, dk_desc, dv_desc, k_s, v_s, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,
+                num_m, 1, GROUPED, PACKED, DESCENDING, M, N, D, DV, DQ_STAGES, POLICY, ORDER_OF_START)),
         ],
         [4, 1, 1, 1],
         [232, 40, 40, 40],

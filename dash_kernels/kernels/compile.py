@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from dash_kernels.device import kernel_hash
-from dash_kernels.problem import Config, padded_head_dim
+from dash_kernels.problem import Config, hopper_dims, padded_head_dim
 
 
 class KernelCompileError(RuntimeError):
@@ -60,34 +60,41 @@ class KernelSpec(NamedTuple):
 
 
 def hopper_spec(
-    config: Config, head_dim: int, dtype: str, causal: bool, *, tail: bool = False, cooperative: bool = False,
-    windowed: bool = False, softcap: bool = False, grouped: bool = False, packed: bool = False,
+    config: Config, head_dim: int, dtype: str, causal: bool, *, head_dim_v: int = 0, tail: bool = False,
+    cooperative: bool = False, windowed: bool = False, softcap: bool = False, grouped: bool = False, packed: bool = False,
 ) -> KernelSpec:  # fmt: skip
     """The Hopper main kernel. ``tail``: a full mask whose last KV tile is cut; ``cooperative``: min_resident > 1."""
     from dash_kernels.kernels import backward_hopper as module
     from dash_kernels.kernels import hopper_shared as shared
     from dash_kernels.kernels.launch import (
         CONSUMER_WARPS,
+        FLAT_LAYOUT,
         GLUON_DTYPES,
         POLICIES,
+        VECTOR_LAYOUT,
         outer_axes,
-        tile_layouts,
+        tile_layout,
     )
 
-    m, n, d = config.block_m, config.block_n, padded_head_dim(head_dim)
+    m, n = config.block_m, config.block_n
+    d, d_v = hopper_dims(head_dim, head_dim_v or head_dim)
+    parts, halves = shared.pieces(d), 2 if shared.is_wide(d) else 1
     element = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-    q, kv, vector, flat = tile_layouts(m, n, d, GLUON_DTYPES[f"torch.{dtype}"], packed)
 
     def descriptor(kind: str, block: list[int], layout: Any) -> str:
         return f"tensordesc<{kind}{block},{layout!r}>"
 
     outer = outer_axes(packed)
-    types = dict.fromkeys(("q_desc", "do_desc"), descriptor(element, [*outer, m, d], q))
-    types |= dict.fromkeys(
-        ("k_desc", "v_desc", "dk_desc", "dv_desc"), descriptor(element, [*outer, n, d], kv)
-    )
-    types |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor("fp32", [m], vector))
-    types |= {"dq_desc": descriptor("fp32", [m * d // 256, 256], flat)}
+    tiles = {
+        "q_desc": (m, d // parts), "k_desc": (n, d // parts), "v_desc": (n, d_v), "do_desc": (m, d_v),
+        "dk_desc": (n, d // parts // halves), "dv_desc": (n, d_v // halves),
+    }  # fmt: skip
+    types = {
+        name: descriptor(element, [*outer, rows, cols], tile_layout(rows, cols, GLUON_DTYPES[f"torch.{dtype}"], packed))
+        for name, (rows, cols) in tiles.items()
+    }  # fmt: skip
+    types |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor("fp32", [m], VECTOR_LAYOUT))
+    types |= {"dq_desc": descriptor("fp32", [m * d // 256 // shared.dq_boxes(d), 256], FLAT_LAYOUT)}
     types |= dict.fromkeys(("workspace", "arrays", "counts"), "*i32")
     types |= dict.fromkeys(("scale", "scale_log2", "cap_log2"), "fp32")
     if windowed:
@@ -98,7 +105,7 @@ def hopper_spec(
         mask = shared.TAIL_MASK if tail or packed else shared.NO_MASK
     constexprs: dict[str, Any] = {
         "MASK": mask.value, "SOFTCAP": softcap, "GROUPED": grouped, "PACKED": packed,
-        "DESCENDING": config.schedule == "shortest_first" and packed, "M": m, "N": n, "D": d,
+        "DESCENDING": config.schedule == "shortest_first" and packed, "M": m, "N": n, "D": d, "DV": d_v,
         "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages, "POLICY": POLICIES[config.policy],
         "ORDER_OF_START": cooperative,
     }  # fmt: skip

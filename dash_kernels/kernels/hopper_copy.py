@@ -15,6 +15,7 @@ from dash_kernels.kernels.compat import (
 )
 from dash_kernels.kernels.hopper_shared import (
     BATCH,
+    CONSUMER_AND_WARP,
     CONSUMERS_AND_WARP,
     COUNT,
     DONE,
@@ -32,6 +33,7 @@ from dash_kernels.kernels.hopper_shared import (
     NO_MASK,
     OUT_EMPTY,
     OUT_FULL,
+    PIECE,
     Q_EMPTY,
     Q_ROWS,
     Q_TILES,
@@ -47,10 +49,16 @@ from dash_kernels.kernels.hopper_shared import (
     UNORDERED,
     WINDOW_MASK,
     arrive_and_wait,
+    first_boxes,
+    is_uneven,
+    is_wide,
+    pieces,
     read_word,
+    shares,
     write_scalar,
     write_word,
 )
+from dash_kernels.kernels.hopper_wide import dk_half
 from dash_kernels.kernels.sequences import KV_TILE_WORDS
 from dash_kernels.kernels.turnstile import (
     await_turn,
@@ -65,22 +73,23 @@ TABLE_WORDS = gl.constexpr(KV_TILE_WORDS)
 
 
 @gluon.jit
-def load_rows(desc, b, h, row, rows, end, barrier, target, PACKED: gl.constexpr):
-    """Rows ``row ..`` of head ``h``: of batch ``b``, or of the packed sequence of ``rows`` rows that ends at ``end``."""
+def load_rows(desc, b, h, row, rows, end, barrier, target, PACKED: gl.constexpr, col=0):
+    """Rows ``row ..`` of head ``h``, from column ``col``: of batch ``b``, or of the packed sequence of ``rows`` rows that
+    ends at ``end``."""
     if PACKED:
-        tma_load(desc, [ROWS_END, end, h, row + (ROWS_END - rows), 0], barrier, target)
+        tma_load(desc, [ROWS_END, end, h, row + (ROWS_END - rows), col], barrier, target)
     else:
-        tma_load(desc, [b, h, row, 0], barrier, target)
+        tma_load(desc, [b, h, row, col], barrier, target)
 
 
 @gluon.jit
-def store_rows(desc, b, h, row, rows, source, PACKED: gl.constexpr):
+def store_rows(desc, b, h, row, rows, source, PACKED: gl.constexpr, col=0):
     """As :func:`load_rows`; for packed sequences ``b`` is the row at which the sequence ends."""
     tile = reinterpret(source, desc.dtype, desc.block_type.shape, desc.layout)
     if PACKED:
-        tma_store(desc, [ROWS_END, b, h, row + (ROWS_END - rows), 0], tile)
+        tma_store(desc, [ROWS_END, b, h, row + (ROWS_END - rows), col], tile)
     else:
-        tma_store(desc, [b, h, row, 0], tile)
+        tma_store(desc, [b, h, row, col], tile)
 
 
 @gluon.jit
@@ -89,10 +98,8 @@ def producer(
     q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave, num_m,
     left, right, seq_len, seq_len_kv,
     MASK: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr,
-    M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    KV_BYTES: gl.constexpr = N * D * 2
-    Q_BYTES: gl.constexpr = M * D * 2
     step = 0
     tile = 0
     if PACKED:
@@ -157,8 +164,20 @@ def producer(
             mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
             kv_full = bars.index(KV_FULL)
             mbarrier.wait(bars.index(KV_EMPTY), (tile & 1) ^ 1)
-            mbarrier.expect(kv_full, 2 * KV_BYTES)
-            load_rows(k_desc, b, h_kv, key, keys, k_end, kv_full, k_s.index(0), PACKED)
+            mbarrier.expect(kv_full, N * (D + DV) * 2)
+            for piece in gl.static_range(pieces(D)):
+                load_rows(
+                    k_desc,
+                    b,
+                    h_kv,
+                    key,
+                    keys,
+                    k_end,
+                    kv_full,
+                    k_s.index(piece),
+                    PACKED,
+                    piece * PIECE,
+                )
             load_rows(v_desc, b, h_kv, key, keys, k_end, kv_full, v_s.index(0), PACKED)
             # The key that the first row of Q tile 0 sees last, counted from this tile's first, plus 1.
             reach = keys - q_rows + right + 1 - key
@@ -182,12 +201,23 @@ def producer(
                     q_row = m_block * M
                     padded = (q_tiles + g * num_m + m_block) * M
                     h = h_kv * group + g
-                    mbarrier.expect(q_loaded, Q_BYTES + M * 4)
-                    load_rows(
-                        q_desc, b, h, q_row, q_rows, q_end, q_loaded, q_s.index(stage), PACKED
-                    )
+                    mbarrier.expect(q_loaded, M * (D * 2 + 4))
+                    for piece in gl.static_range(pieces(D)):
+                        target = q_s.index(stage * pieces(D) + piece)
+                        load_rows(
+                            q_desc,
+                            b,
+                            h,
+                            q_row,
+                            q_rows,
+                            q_end,
+                            q_loaded,
+                            target,
+                            PACKED,
+                            piece * PIECE,
+                        )
                     tma_load(lse_desc, [padded], q_loaded, lse_s.index(stage))
-                    mbarrier.expect(do_loaded, Q_BYTES + M * 4)
+                    mbarrier.expect(do_loaded, M * (DV * 2 + 4))
                     load_rows(
                         do_desc, b, h, q_row, q_rows, q_end, do_loaded, do_s.index(stage), PACKED
                     )
@@ -201,6 +231,7 @@ def producer(
             mbarrier.wait(bars.index(DONE), tile & 1)
             tile += 1
         ticket = draw_ticket(workspace)
+    # A hardware barrier must not be left half full.
     for last in range(gl.maximum(step - STAGES, 0), step):
         arrive_and_wait(Q_EMPTY + last % STAGES, CONSUMERS_AND_WARP)
     mbarrier.wait(bars.index(TILE_EMPTY + (tile & 1)), ((tile >> 1) & 1) ^ 1)
@@ -223,16 +254,22 @@ def turn_in_sequence(
 
 @gluon.jit
 def writer(
-    dq_desc, dk_desc, dv_desc, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps, num_m,
+    dq_desc, dk_desc, dv_desc, k_s, v_s, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps, num_m,
     W: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, ORDER_OF_START: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
-    """Adds dQ of every second step to global memory in its turn; at a tile's end writer 0 stores dV, writer 1 dK.
+    """Adds dQ of every second step to global memory in its turn, or, above head_dim 128, its share of every step's.
 
-    A turn costs a poll, a reduce and a release, each a trip to L2 and back: in one warp they took as long as a step of
-    the matmuls, in two they hide behind them.
+    At a tile's end writer 0 stores dV and writer 1 dK, or each its half of both. A turn costs a poll, a reduce
+    and a release, each a trip to L2 and back: in one warp they took as long as a step of the matmuls, in two they hide
+    behind them.
     """
-    DQ_ROWS: gl.constexpr = M * D // 256
+    SHARED: gl.constexpr = shares(D) == 2
+    STRIDE: gl.constexpr = 1 if SHARED else 2
+    BOX: gl.constexpr = dq_desc.block_type.shape[0]
+    FIRST_BOX: gl.constexpr = W * first_boxes(D) if SHARED else 0
+    BOXES: gl.constexpr = first_boxes(D) if W == 0 else M * D // 256 // BOX - FIRST_BOX
+    LISTENERS: gl.constexpr = CONSUMER_AND_WARP if SHARED else CONSUMERS_AND_WARP
     semaphores = workspace + HEADER_WORDS
     tile = 0
     mbarrier.wait(bars.index(TILE_FULL), 0)
@@ -242,9 +279,10 @@ def writer(
         if POLICY == NO_DQ:
             mbarrier.arrive(bars.index(DONE))
         else:
-            ring = first + ((first + W) & 1)
-            # The producer may draw the next ticket once no turn but the last step's can hold this tile up. A kind that
-            # waits on later CTAs must not hold a ticket it has not started at all.
+            ring = first if SHARED else first + ((first + W) & 1)
+            # The producer may draw the next ticket once no turn but the last step's can hold this tile up; a writer says
+            # so after the last of its steps before that one, or here if it has none. A kind that waits on later CTAs must
+            # not hold a ticket it has not started at all.
             if not ORDER_OF_START:
                 if (ring > end - 2) & ((ring != first) | (first == end)):
                     mbarrier.arrive(bars.index(DONE))
@@ -262,32 +300,38 @@ def writer(
                 else:
                     turn = gl.load(arrays + num_steps + visited)
                     q_tile += gl.load(arrays + visited)
-                stage = ring % DQ_STAGES
-                row = q_tile * DQ_ROWS
+                stage = W if SHARED else ring % DQ_STAGES
+                box = FIRST_BOX if SHARED else stage
+                row = q_tile * (M * D // 256) + FIRST_BOX * BOX
                 if POLICY == UNORDERED:
-                    arrive_and_wait(RING_FULL + stage, CONSUMERS_AND_WARP)
-                    tma_reduce_add(dq_desc, [row, 0], dq_s.index(stage))
+                    arrive_and_wait(RING_FULL + stage, LISTENERS)
+                    for i in gl.static_range(BOXES):
+                        tma_reduce_add(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
                     tma_store_wait(0)
                     mbarrier.arrive(ring_empty.index(stage))
                 else:
-                    semaphore = semaphores + q_tile
+                    semaphore = semaphores + (q_tile * 2 + W if SHARED else q_tile)
                     seen = await_turn(semaphore, turn, workspace, bound_us)
                     if seen != turn:
                         report_timeout(workspace, q_tile, turn, seen)
-                    arrive_and_wait(RING_FULL + stage, CONSUMERS_AND_WARP)
+                    arrive_and_wait(RING_FULL + stage, LISTENERS)
                     fence_acquired()
-                    if turn == 0:
-                        tma_store(dq_desc, [row, 0], dq_s.index(stage))
-                    else:
-                        tma_reduce_add(dq_desc, [row, 0], dq_s.index(stage))
+                    for i in gl.static_range(BOXES):
+                        if turn == 0:
+                            tma_store(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
+                        else:
+                            tma_reduce_add(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
                     tma_store_wait(0)
                     mbarrier.arrive(ring_empty.index(stage))
                     wait_reduced()
                     signal_turn(semaphore)
                 if not ORDER_OF_START:
-                    if (ring == end - 2) | (ring == end - 3) | (first == end - 1):
+                    if SHARED:
+                        if (ring == end - 2) | (first == end - 1):
+                            mbarrier.arrive(bars.index(DONE))
+                    elif (ring == end - 2) | (ring == end - 3) | (first == end - 1):
                         mbarrier.arrive(bars.index(DONE))
-                ring += 2
+                ring += STRIDE
             if ORDER_OF_START:
                 mbarrier.arrive(bars.index(DONE))
         end = read_word(words, tile, STEP) + read_word(words, tile, STEPS)
@@ -295,13 +339,24 @@ def writer(
         h = read_word(words, tile, HEAD)
         row = read_word(words, tile, KEY)
         keys = read_word(words, tile, KEYS) if PACKED else 0
-        if W == 0:
-            mbarrier.wait(bars.index(OUT_FULL), tile & 1)
+        mbarrier.wait(bars.index(OUT_FULL + W), tile & 1)
+        if is_wide(D):
+            half = dq_s.index(W)
+            store_rows(dv_desc, b, h, row, keys, half, PACKED, DV // 2 * W)
+            store_rows(dk_desc, b, h, row, keys, dk_half(half, dk_desc), PACKED, D // 2 * W)
+        elif is_uneven(D):
+            if W == 0:
+                store_rows(dv_desc, b, h, row, keys, v_s.index(0), PACKED)
+            else:
+                for piece in gl.static_range(pieces(D)):
+                    store_rows(dk_desc, b, h, row, keys, k_s.index(piece), PACKED, piece * PIECE)
+        elif W == 0:
             store_rows(dv_desc, b, h, row, keys, dq_s.index(end % DQ_STAGES), PACKED)
         else:
-            mbarrier.wait(bars.index(OUT_FULL + 1), tile & 1)
             store_rows(dk_desc, b, h, row, keys, dq_s.index((end + 1) % DQ_STAGES), PACKED)
         tma_store_wait(0)
+        if is_uneven(D):
+            mbarrier.arrive(bars.index(KV_EMPTY))
         mbarrier.arrive(bars.index(OUT_EMPTY))
         mbarrier.arrive(bars.index(TILE_EMPTY + (tile & 1)))
         tile += 1

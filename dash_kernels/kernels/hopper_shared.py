@@ -19,8 +19,9 @@ KV_FULL, KV_EMPTY, OUT_EMPTY, DONE = (gl.constexpr(6 + i) for i in range(4))
 NUM_BARRIERS = gl.constexpr(10)
 # Hardware barriers, for what the warpgroups tell others every step: arriving there needs no barrier of their own first,
 # as one thread's arrival in shared memory does. Triton numbers its own from 0, one a partition; there are 16.
-Q_EMPTY, RING_FULL, MEETING = (gl.constexpr(number) for number in (5, 9, 13))
-CONSUMERS, CONSUMERS_AND_WARP = gl.constexpr(256), gl.constexpr(288)
+# Q_EMPTY has one a stage; RING_FULL one a stage too, or one a warpgroup; EXCHANGE_READ one a warpgroup.
+Q_EMPTY, RING_FULL, MEETING, EXCHANGE_READ = (gl.constexpr(number) for number in (5, 9, 13, 14))
+CONSUMERS, CONSUMERS_AND_WARP, CONSUMER_AND_WARP = (gl.constexpr(n) for n in (256, 288, 160))
 
 # Words of a KV tile's record; two records take turns. What the producer works out once costs the other roles no
 # registers. Steps count over all query heads of the group; STEPS of -1 ends the stream.
@@ -38,6 +39,45 @@ NUM_WORDS = gl.constexpr(35)
 # A tensor of packed sequences is described so that rows past a sequence's end are out of bounds: the row coordinate ends
 # at ROWS_END, and two more axes take that much off the address again, modulo 2**64.
 ROWS_END = gl.constexpr(1 << 30)
+
+
+PIECE = gl.constexpr(64)  # columns of a tile of Q, K or dQ where those of a row are no power of two
+
+
+@gluon.constexpr_function
+def is_wide(head_dim):
+    """Whether dK and dV of a KV tile are split between the warpgroups by columns (hopper_wide) and not by keys."""
+    return head_dim == 256
+
+
+@gluon.constexpr_function
+def is_uneven(head_dim):
+    """Whether rows of Q and K are longer than those of V and dO (hopper_uneven)."""
+    return head_dim == 192
+
+
+@gluon.constexpr_function
+def pieces(head_dim):
+    """Tiles in shared memory that the columns of Q, K and dQ are cut into."""
+    return 3 if head_dim == 192 else 1
+
+
+@gluon.constexpr_function
+def shares(head_dim):
+    """Parts of a dQ tile that are added on their own, one by each writer in turns of its own, or the whole of it."""
+    return 2 if head_dim > 128 else 1
+
+
+@gluon.constexpr_function
+def dq_boxes(head_dim):
+    """Equal pieces of a dQ tile that the copy engine moves one by one."""
+    return 3 if head_dim == 192 else shares(head_dim)
+
+
+@gluon.constexpr_function
+def first_boxes(head_dim):
+    """How many of them are writer 0's."""
+    return 2 if head_dim == 192 else 1
 
 
 @gluon.constexpr_function

@@ -24,6 +24,10 @@ from dash_kernels.kernels.hopper_shared import (
     TAIL_MASK,
     UNORDERED,
     WINDOW_MASK,
+    dq_boxes,
+    is_wide,
+    pieces,
+    shares,
 )
 from dash_kernels.kernels.portable_kernels import prepare_tiles
 from dash_kernels.kernels.runtime import (
@@ -46,7 +50,7 @@ from dash_kernels.kernels.sequences import (
     plan_sequences,
     reaches,
 )
-from dash_kernels.problem import Config, Problem
+from dash_kernels.problem import Config, Problem, hopper_dims, padded_head_dim
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -67,8 +71,8 @@ def backward(
     """dQ, dK, dV of attention in the shapes of q, k and v, contiguous, by the backend that ``config`` names.
 
     q is (B, Sq, H, D), k (B, Sk, Hk, D), v (B, Sk, Hk, Dv), ``out`` and ``dout`` (B, Sq, H, Dv), bf16 or fp16, last
-    dimension contiguous, H a multiple of Hk; D and Dv are 64 or 128, on the portable backend also 256. The Hopper
-    backend wants D = Dv and 16-byte aligned rows. ``lse`` is (B, H, Sq) fp32, natural log, +inf for rows that see no key
+    dimension contiguous, H a multiple of Hk; D and Dv are 64, 128 or 256, on the Hopper backend any multiple of 16 up to
+    256, with 16-byte aligned rows. ``lse`` is (B, H, Sq) fp32, natural log, +inf for rows that see no key
     (their gradients are zeros); ``dlse`` is the gradient of the loss by it. ``window`` is (left, right), -1 for all;
     ``scale`` must be positive. With ``sequences`` B is 1 and rows are packed. ``sm_margin`` SMs stay free of the Hopper
     kernel's CTAs, of the portable kernel's only in a cooperative launch; results do not depend on it.
@@ -129,17 +133,12 @@ def _plan(
 
 
 @functools.cache
-def tile_layouts(
-    block_m: int, block_n: int, head_dim: int, dtype: Any, packed: bool = False
-) -> tuple[Any, ...]:
-    """Shared-memory layouts of a Q tile, a KV tile, a vector of rows, and a flat dQ tile."""
-    swizzled = gl.NVMMASharedLayout.get_default_for
-    return (
-        swizzled([*outer_axes(packed), block_m, head_dim], dtype),
-        swizzled([*outer_axes(packed), block_n, head_dim], dtype),
-        gl.NVMMASharedLayout(0, 32, 1),
-        gl.NVMMASharedLayout(0, 32, 2),
-    )
+def tile_layout(rows: int, cols: int, dtype: Any, packed: bool = False) -> Any:
+    """Shared-memory layout of so many rows of a tensor."""
+    return gl.NVMMASharedLayout.get_default_for([*outer_axes(packed), rows, cols], dtype)
+
+
+VECTOR_LAYOUT, FLAT_LAYOUT = (gl.NVMMASharedLayout(0, 32, axes) for axes in (1, 2))
 
 
 def launch_hopper(
@@ -155,7 +154,7 @@ def launch_hopper(
 
     config, grid = plan.config, plan.grid
     seq_len, heads, head_dim = q.shape[1:]
-    seq_len_kv, heads_kv = k.shape[1:3]
+    seq_len_kv, heads_kv, head_dim_v = v.shape[1:]
     group = heads // heads_kv
     block_m, block_n = config.block_m, config.block_n
     policy = POLICIES[config.policy]
@@ -181,20 +180,22 @@ def launch_hopper(
     else:
         mask = TAIL_MASK if packed or seq_len_kv % block_n else NO_MASK
     q_tiles = q.shape[0] * heads * num_m
-    q_layout, kv_layout, vector_layout, flat_layout = tile_layouts(
-        block_m, block_n, head_dim, GLUON_DTYPES[str(q.dtype)], packed
-    )
-    rows, flat_rows = q_tiles * block_m, block_m * head_dim // 256
+    d, d_v = hopper_dims(head_dim, head_dim_v)
+    parts, halves = pieces(d), 2 if is_wide(d) else 1
+    rows, flat_rows = q_tiles * block_m, block_m * d // 256
 
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     lse2, delta = torch.empty((2, rows), dtype=torch.float32, device=q.device)
     accumulated = torch.empty((q_tiles * flat_rows, 256), dtype=torch.float32, device=q.device)
-    workspace = torch.empty(HEADER_WORDS.value + q_tiles, dtype=torch.int32, device=q.device)
+    workspace = torch.empty(
+        HEADER_WORDS.value + q_tiles * shares(d), dtype=torch.int32, device=q.device
+    )
 
     strides = (*out.stride()[:3], *dout.stride()[:3])
     prepared = {
-        "ZERO_DQ": config.policy == "unordered", "BLOCK_M": block_m, "HEAD_DIM": head_dim, "HEAD_DIM_V": None, "dlse": dlse,
-        "tiles": tables and tables.q_tiles, "counts": counts,
+        "ZERO_DQ": config.policy == "unordered", "BLOCK_M": block_m, "HEAD_DIM": d // parts, "HEAD_DIM_V": padded_head_dim(head_dim_v),
+        "dlse": dlse, "tiles": tables and tables.q_tiles, "counts": counts, "WIDTH": head_dim_v, "SEMAPHORES": shares(d),
+        "PIECES": parts,
     }  # fmt: skip
     pointers = [x.data_ptr() % 16 == 0 for x in (out, dout, lse)]
     pointers.append(dlse is None or dlse.data_ptr() % 16 == 0)
@@ -206,26 +207,27 @@ def launch_hopper(
         (out, dout, lse, lse2, delta, accumulated, workspace, *strides, heads, num_m, seq_len), prepared, SMALL_OPTIONS,
         special=special,
     )  # fmt: skip
+    dtype = GLUON_DTYPES[str(q.dtype)]
+
+    def rows_of(tensor: Tensor, count: int, cols: int) -> Any:
+        return describe_rows(tensor, count, cols, tile_layout(count, cols, dtype, packed), packed)
+
     # With softcap, S' = cap tanh(x) with x = S scale / cap and tanh from exp2(2 x log2(e)).
     factors = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
     run_compiled(
         plan.compiled, backward_hopper, ctas,
         (
-            describe_rows(q, block_m, head_dim, q_layout, packed),
-            describe_rows(k, block_n, head_dim, kv_layout, packed),
-            describe_rows(v, block_n, head_dim, kv_layout, packed),
-            describe_rows(dout, block_m, head_dim, q_layout, packed),
-            describe(lse2, (rows,), (1,), (block_m,), vector_layout),
-            describe(delta, (rows,), (1,), (block_m,), vector_layout),
-            describe(accumulated, (q_tiles * flat_rows, 256), (256, 1), (flat_rows, 256), flat_layout),
-            describe_rows(dk, block_n, head_dim, kv_layout, packed),
-            describe_rows(dv, block_n, head_dim, kv_layout, packed),
+            rows_of(q, block_m, d // parts), rows_of(k, block_n, d // parts), rows_of(v, block_n, d_v), rows_of(dout, block_m, d_v),
+            describe(lse2, (rows,), (1,), (block_m,), VECTOR_LAYOUT),
+            describe(delta, (rows,), (1,), (block_m,), VECTOR_LAYOUT),
+            describe(accumulated, (q_tiles * flat_rows, 256), (256, 1), (flat_rows // dq_boxes(d), 256), FLAT_LAYOUT),
+            rows_of(dk, block_n, d // parts // halves), rows_of(dv, block_n, d_v // halves),
             workspace, arrays, counts, *sizes, plan.total_heads, heads_kv, group, plan.interleaved, num_m,
             *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us, *factors, scale,
         ),
         {
             "MASK": mask.value, "SOFTCAP": softcap != 0, "GROUPED": group > 1, "PACKED": packed, "DESCENDING": descending,
-            "M": block_m, "N": block_n, "D": head_dim, "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages,
+            "M": block_m, "N": block_n, "D": d, "DV": d_v, "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages,
             "POLICY": policy, "ORDER_OF_START": plan.cooperative,
         },
         {"num_warps": CONSUMER_WARPS, "enable_fp_fusion": True, "launch_cooperative_grid": plan.cooperative},
@@ -233,6 +235,6 @@ def launch_hopper(
     run_compiled(
         plan.compiled, cast_flat, q_tiles,
         (accumulated, dq, workspace, turn_record(q.device), tables and tables.q_tiles, counts, heads, num_m, seq_len, scale),
-        {"POLICY": policy, "BLOCK_M": block_m, "HEAD_DIM": head_dim}, SMALL_OPTIONS,
+        {"POLICY": policy, "BLOCK_M": block_m, "HEAD_DIM": d // parts, "PIECES": parts, "WIDTH": head_dim, "SEMAPHORES": shares(d)}, SMALL_OPTIONS,
     )  # fmt: skip
     return dq, dk, dv

@@ -51,13 +51,15 @@ def prepare_tiles(
     out, dout, lse, lse2, delta, dq, workspace, stride_ob, stride_os, stride_oh, stride_gb, stride_gs, stride_gh,
     heads, num_m, seq_len,
     ZERO_DQ: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr = None,
-    dlse=None, tiles=None, counts=None,
+    dlse=None, tiles=None, counts=None, WIDTH: tl.constexpr = None, SEMAPHORES: tl.constexpr = 1,
+    PIECES: tl.constexpr = 1,
 ):  # fmt: skip
     """Row sums of out * dout less dlse, LSE in base 2, and a cleared workspace: one Q tile of one head a program.
 
     ``lse`` and ``dlse`` are (batch, heads, seq_len), contiguous. ``lse2`` and ``delta`` have BLOCK_M rows a tile, tile
     ``head * num_m + m_block``; LSE is +inf for rows past the end, so that P is 0 there. HEAD_DIM is that of ``dq``,
-    HEAD_DIM_V that of ``out`` and ``dout`` (None: the same). Packed sequences: ``tiles`` and ``counts`` of a
+    HEAD_DIM_V that of ``out`` and ``dout`` (None: the same), of which WIDTH columns are there (None: all). A Q tile has
+    so many SEMAPHORES and, of dQ, PIECES of HEAD_DIM columns. Packed sequences: ``tiles`` and ``counts`` of a
     SequencePlan, ``num_m`` its max_q_tiles, ``seq_len`` the rows of all of them, batch 1.
     """
     program = tl.program_id(0)
@@ -84,8 +86,8 @@ def prepare_tiles(
         out += first.to(tl.int64) * stride_os
         dout += first.to(tl.int64) * stride_gs
     VALUE_DIM: tl.constexpr = HEAD_DIM if HEAD_DIM_V is None else HEAD_DIM_V
-    o = load_tile(out, stride_os, row, length, True, BLOCK_M, VALUE_DIM)
-    g = load_tile(dout, stride_gs, row, length, True, BLOCK_M, VALUE_DIM)
+    o = load_tile(out, stride_os, row, length, True, BLOCK_M, VALUE_DIM, WIDTH)
+    g = load_tile(dout, stride_gs, row, length, True, BLOCK_M, VALUE_DIM, WIDTH)
     inside = row + rows < length
     at = head.to(tl.int64) * seq_len + first + row + rows
     row_lse = tl.load(lse + at, mask=inside, other=float("inf"))
@@ -98,8 +100,11 @@ def prepare_tiles(
     tl.store(delta + padded + rows, tl.where(sees_keys, row_delta, 0.0))
     if ZERO_DQ:
         zeros = tl.zeros((BLOCK_M * HEAD_DIM,), tl.float32)
-        tl.store(dq + padded * HEAD_DIM + tl.arange(0, BLOCK_M * HEAD_DIM), zeros)
-    tl.store(workspace + HEADER_WORDS + program, 0)
+        target = dq + padded * (HEAD_DIM * PIECES) + tl.arange(0, BLOCK_M * HEAD_DIM)
+        for piece in tl.static_range(PIECES):
+            tl.store(target + piece * (BLOCK_M * HEAD_DIM), zeros)
+    semaphores = workspace + HEADER_WORDS + program * SEMAPHORES
+    tl.store(semaphores + tl.arange(0, SEMAPHORES), 0)
 
 
 @triton.jit

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dash_kernels.problem import Config, Problem, supports
+from dash_kernels.problem import HEAD_DIM_STEP, KERNEL_HEAD_DIMS, Config, Problem, supports
 from dash_kernels.schedules import Launch, Packed, TileGrid, build, check, pack
 
 if TYPE_CHECKING:
@@ -73,14 +73,19 @@ def plan_launch(
 ) -> Plan:  # fmt: skip
     """Check that ``config`` can run this problem and work out its launch; ValueError naming what cannot run.
 
-    Head dims are the kernels' own: 64, 128 or 256. For packed sequences ``total_rows`` are the rows of q and of k.
+    Head dims are those that :func:`kernel_dims` gives. For packed sequences ``total_rows`` are the rows of q and of k.
     """
     import torch
 
     for name in ("head_dim", "head_dim_v"):
-        if getattr(problem, name) not in (64, 128, 256):
+        dim = getattr(problem, name)
+        if config.backend == "hopper" and dim % HEAD_DIM_STEP:
             raise ValueError(
-                f"{name} is {getattr(problem, name)}; the kernels run 64, 128 and 256: pad with zeros"
+                f"{name} is {dim}; the Hopper kernel runs multiples of {HEAD_DIM_STEP}: pad with zeros"
+            )
+        if config.backend == "portable" and dim not in KERNEL_HEAD_DIMS["portable"]:
+            raise ValueError(
+                f"{name} is {dim}; the portable kernels run 64, 128 and 256: pad with zeros"
             )
     support = supports(config, problem, torch.cuda.get_device_capability(device))
     if not support:

@@ -28,8 +28,8 @@ PORTABLE_TILES = {  # padded head_dim -> (block_m, block_n, num_stages), the fir
 def default_config(problem: Problem, capability: tuple[int, int], backend: str = "") -> Config:
     """The rule where nothing has been measured; with ``backend`` the first of its configs that runs.
 
-    Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its own tile.
-    Where the Hopper kernel does not run the problem, the portable one: 64x128 tiles up to head_dim 128 on chips with
+    Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its own tile, in
+    two stages or, where only that fits (head_dim 256), in one. Where the Hopper kernel does not run the problem, the portable one: 64x128 tiles up to head_dim 128 on chips with
     Hopper's shared memory, 64x64 where tensor memory is too small for that (10.x at 128). On smaller ones a 128-row tile
     up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128; 32x64 where shared memory is
     too small for that, and above head_dim 128. Three stages, because with two no copy of a Q tile runs beside a step;
@@ -60,7 +60,8 @@ def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Confi
         else Config(schedule="ascending", launch_order="ascending", heads_interleaved=4)
     )
     if capability[0] == 9:
-        for block_m, block_n in HOPPER_TILES[hopper_dims(problem.head_dim, problem.head_dim_v)[0]]:
+        columns, _ = hopper_dims(problem.head_dim, problem.head_dim_v)
+        for block_m, block_n in HOPPER_TILES.get(columns, ()):
             tile = order.with_(backend="hopper", block_m=block_m, block_n=block_n)
             yield tile
             yield tile.with_(num_stages=1)

@@ -34,7 +34,7 @@ class NumericsError(RuntimeError):
 def config_key(config: Config, *, dtype: str, head_dim: int, environment: dict[str, Any]) -> str:
     """Numerics key of one config on one environment (as :func:`dash_kernels.device.environment` gives it).
 
-    ``head_dim`` counts by the kernel that serves it: 64, 128 or 256.
+    ``head_dim`` counts as 64, 128 or 256, whichever it fits in; among kernels of more widths ``config``'s tile tells.
     """
     return _digest(_bits(config, dtype, head_dim) | {"environment": _environment_bits(environment)})
 

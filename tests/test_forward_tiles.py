@@ -63,10 +63,11 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     monkeypatch.setattr(
         module, "write_word", lambda w, tile, word, value: seen["words"].update({number(word): int(number(value))})
     )  # fmt: skip
-    monkeypatch.setattr(
-        module, "load_rows",
-        lambda desc, b, h, row, rows, end, *_: seen["loads"].append((desc, int(number(row)))),
-    )  # fmt: skip
+    for load in ("load_rows", "load_pieces"):
+        monkeypatch.setattr(
+            module, load,
+            lambda desc, b, h, row, rows, end, *_: seen["loads"].append((desc, int(number(row)))),
+        )  # fmt: skip
     return seen
 
 
@@ -95,7 +96,7 @@ def test_a_walk_shows_each_row_its_keys(
         sent["loads"].clear()
         steps = module.send_tile.fn(
             "q", "k", "v", memory, memory, memory, None, bars, bars, bars, 0, 0, 0, 0, 0, row, rows, keys, 0, 0, 0, left, right,
-            mask, False, 2, N, 64, STAGES,
+            mask, False, 2, N, 64, 64, STAGES,
         )  # fmt: skip
         count, masked, plain_end, reach, limit = (
             sent["words"].get(number(word), 0)

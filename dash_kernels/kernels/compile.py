@@ -66,14 +66,13 @@ def hopper_spec(
     """The Hopper main kernel. ``tail``: a full mask whose last KV tile is cut; ``cooperative``: min_resident > 1."""
     from dash_kernels.kernels import backward_hopper as module
     from dash_kernels.kernels import hopper_shared as shared
+    from dash_kernels.kernels.descriptors import outer_axes, tile_layout
     from dash_kernels.kernels.launch import (
         CONSUMER_WARPS,
         FLAT_LAYOUT,
         GLUON_DTYPES,
         POLICIES,
         VECTOR_LAYOUT,
-        outer_axes,
-        tile_layout,
     )
 
     m, n = config.block_m, config.block_n
@@ -127,18 +126,20 @@ def hopper_spec(
 
 
 def main_spec(
-    config: Config, head_dim: int, dtype: str, causal: bool, *, capability: tuple[int, int] = (9, 0),
-    cooperative: bool = False,
+    config: Config, head_dim: int, dtype: str, causal: bool, *, head_dim_v: int = 0,
+    capability: tuple[int, int] = (9, 0), cooperative: bool = False,
 ) -> Any:  # fmt: skip
-    """The main kernel of a backward on either backend, for lengths that fill their tiles."""
+    """The main kernel of a backward on either backend, for lengths that fill their tiles; ``head_dim_v`` 0: the same."""
     if config.backend == "hopper":
-        return hopper_spec(config, head_dim, dtype, causal, cooperative=cooperative)
+        return hopper_spec(
+            config, head_dim, dtype, causal, head_dim_v=head_dim_v, cooperative=cooperative
+        )
     from dash_kernels.kernels.backward_portable import compile_specs
 
-    dim = padded_head_dim(head_dim)
-    return compile_specs(config, dim, dtype, causal, persistent=cooperative, capability=capability)[
-        0
-    ]
+    dim, dim_v = padded_head_dim(head_dim), padded_head_dim(head_dim_v or head_dim)
+    return compile_specs(
+        config, dim, dtype, causal, head_dim_v=dim_v, persistent=cooperative, capability=capability
+    )[0]
 
 
 def compile_spec(spec: Any, capability: tuple[int, int]) -> KernelResources:
@@ -228,16 +229,16 @@ def _ptxas_version(get_ptxas: Any, number: int, arch: str, triton_version: str) 
 
 
 def compile_backward(
-    config: Config, *, head_dim: int, dtype: str = "bfloat16", causal: bool, capability: tuple[int, int] = (9, 0),
-    cooperative: bool = False,
+    config: Config, *, head_dim: int, head_dim_v: int = 0, dtype: str = "bfloat16", causal: bool,
+    capability: tuple[int, int] = (9, 0), cooperative: bool = False,
 ) -> KernelResources:  # fmt: skip
     """Resources of the main kernel that ``config`` runs. Raises KernelCompileError.
 
-    ``cooperative`` is the form in which a kind with min_resident > 1 runs.
+    ``head_dim_v`` 0 is ``head_dim``; ``cooperative`` is the form in which a kind with min_resident > 1 runs.
     """
     spec = main_spec(
-        config, head_dim, dtype, causal, capability=capability, cooperative=cooperative
-    )
+        config, head_dim, dtype, causal, head_dim_v=head_dim_v, capability=capability, cooperative=cooperative
+    )  # fmt: skip
     return compile_spec(spec, capability)
 
 
@@ -248,6 +249,7 @@ class Wanted(NamedTuple):
     capability: tuple[int, int]
     dtype: str
     head_dim: int
+    head_dim_v: int
     mask: str
     config: Config
     cooperative: bool
@@ -273,8 +275,8 @@ def shipped_winners(max_head_dim: int = sys.maxsize) -> list[Wanted]:
                     continue
                 cooperative = not entry.servable
                 wanted = Wanted(
-                    gpu, capability, p.dtype, p.head_dim, p.mask, entry.config, cooperative
-                )
+                    gpu, capability, p.dtype, p.head_dim, p.head_dim_v, p.mask, entry.config, cooperative
+                )  # fmt: skip
                 plain = entry.config.with_(
                     schedule="ascending", group=1, launch_order="ascending", heads_interleaved=1
                 )
@@ -291,6 +293,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--max-head-dim", type=int, default=128)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--head-dim-v", type=int, default=0, help="default: that of --head-dim")
     parser.add_argument("--mask", choices=("full", "causal"), default="causal")
     parser.add_argument("--dtype", choices=("bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--capability", default="9.0", help="compute capability, for instance 9.0")
@@ -309,13 +312,14 @@ def main(arguments: list[str] | None = None) -> int:
             config = Config.from_dict(json.loads(options.config))
             work = [
                 Wanted(
-                    "", (major, minor), options.dtype, options.head_dim, options.mask, config, options.cooperative
+                    "", (major, minor), options.dtype, options.head_dim, options.head_dim_v or options.head_dim, options.mask,
+                    config, options.cooperative,
                 )
             ]  # fmt: skip
         for wanted in work:
             found = compile_backward(
-                wanted.config, head_dim=wanted.head_dim, dtype=wanted.dtype, causal=wanted.mask == "causal",
-                capability=wanted.capability, cooperative=wanted.cooperative,
+                wanted.config, head_dim=wanted.head_dim, head_dim_v=wanted.head_dim_v, dtype=wanted.dtype,
+                causal=wanted.mask == "causal", capability=wanted.capability, cooperative=wanted.cooperative,
             )  # fmt: skip
             print(
                 json.dumps(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, Any
 
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from dash_kernels.kernels.hopper_shared import ROWS_END
@@ -11,30 +13,7 @@ from dash_kernels.kernels.hopper_shared import ROWS_END
 if TYPE_CHECKING:
     from torch import Tensor
 
-MOST_TEMPLATES = 4096
 LONGEST_AXIS = 0x7FFF0000
-
-# By what they depend on; layouts by id, which is quick, and which a template keeps from being used again.
-_templates: dict[Any, dict[str, Any]] = {}
-
-
-def describe(
-    tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any
-) -> Any:  # fmt: skip
-    key = shape, strides, block, id(layout), tensor.dtype
-    template = _templates.get(key)
-    if template is None:
-        template = _keep(key, _template(tensor, shape, strides, block, layout))
-    return filled(template, tensor)
-
-
-def describe_rows(tensor: Tensor, rows: int, cols: int, layout: Any, packed: bool) -> Any:
-    """Descriptor of a tensor as :func:`rows_template` says."""
-    key = tensor.shape, tensor.stride(), rows, cols, packed, id(layout), tensor.dtype
-    template = _templates.get(key)
-    if template is None:
-        template = _keep(key, rows_template(tensor, rows, cols, layout, packed))
-    return filled(template, tensor)
 
 
 def rows_template(
@@ -55,13 +34,13 @@ def rows_template(
     if packed:
         shape = (LONGEST_AXIS, LONGEST_AXIS, heads, ROWS_END.value, head_dim)
         strides = (2**34 - ss, ss, sh, ss, 1)
-    return _template(tensor, shape, strides, (*outer_axes(packed), rows, cols), layout)
+    return template(tensor, shape, strides, (*outer_axes(packed), rows, cols), layout)
 
 
-def filled(template: dict[str, Any], tensor: Tensor) -> Any:
-    """The descriptor of a tensor of the template's kind."""
+def filled(kind: dict[str, Any], tensor: Tensor) -> Any:
+    """The descriptor of a tensor of the kind that a template is of."""
     descriptor = object.__new__(TensorDescriptor)
-    descriptor.__dict__.update(template, base=tensor)
+    descriptor.__dict__.update(kind, base=tensor)
     return descriptor
 
 
@@ -70,15 +49,15 @@ def outer_axes(packed: bool) -> list[int]:
     return [1, 1, 1] if packed else [1, 1]
 
 
-def _template(
+@functools.cache
+def tile_layout(rows: int, cols: int, dtype: Any, packed: bool = False) -> Any:
+    """Shared-memory layout of so many rows of a tensor."""
+    return gl.NVMMASharedLayout.get_default_for([*outer_axes(packed), rows, cols], dtype)
+
+
+def template(
     tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], block: tuple[int, ...], layout: Any
 ) -> dict[str, Any]:  # fmt: skip
+    """For :func:`filled`; Triton checks the descriptor."""
     checked = TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
     return {name: value for name, value in vars(checked).items() if name != "base"}
-
-
-def _keep(key: Any, template: dict[str, Any]) -> dict[str, Any]:
-    if len(_templates) >= MOST_TEMPLATES:
-        _templates.clear()
-    _templates[key] = template
-    return template

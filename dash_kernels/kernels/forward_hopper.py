@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import triton
 from triton.experimental.gluon import language as gl
 
-from dash_kernels.kernels.descriptors import filled, outer_axes, rows_template
+from dash_kernels.kernels.descriptors import filled, outer_axes, rows_template, tile_layout
 from dash_kernels.kernels.forward_hopper_copy import BAND
 from dash_kernels.kernels.forward_hopper_kernel import forward_main
-from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, TAIL_MASK, WINDOW_MASK
+from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, TAIL_MASK, WINDOW_MASK, pieces
 from dash_kernels.kernels.runtime import LOG2E, run_compiled
 from dash_kernels.kernels.sequences import Sequences, is_windowed, reaches
+from dash_kernels.problem import hopper_dims
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -23,7 +23,7 @@ SECTION_BYTES = 32 << 20  # keys and values that Q tiles in flight share: well u
 GLUON_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
 MASKS = {"full": NO_MASK, "causal": CAUSAL_MASK, "tail": TAIL_MASK, "window": WINDOW_MASK}
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
-LARGEST_HEAD_DIM = 128
+LARGEST_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,16 @@ class ForwardTile:
 
 
 LONG = 8192  # rows from which a causal walk is long
-# By (padded head_dim, whether a Q tile's walk is long: all of K, or causal rows of a long sequence).
+# By (columns of the kernel's Q tile, whether a Q tile's walk is long: all of K, or causal rows of a long sequence).
 TILES = {
     (64, True): ForwardTile(3, 128, 3),
     (64, False): ForwardTile(2, 128, 4),
     (128, True): ForwardTile(2, 128, 2),
     (128, False): ForwardTile(2, 128, 2),
+    (192, True): ForwardTile(2, 128, 2),
+    (192, False): ForwardTile(2, 128, 2),
+    (256, True): ForwardTile(2, 64, 2),
+    (256, False): ForwardTile(2, 64, 2),
 }
 
 
@@ -72,7 +76,7 @@ def forward_hopper(
     """Output (B, Sq, H, Dv), contiguous, in q's dtype, and log-sum-exp (B, H, Sq), float32, natural log.
 
     q is (B, Sq, H, D), k (B, Sk, Hk, D) and v (B, Sk, Hk, Dv) with H a multiple of Hk and D and Dv multiples of 8 up to
-    128; CUDA, bf16 or fp16, no size zero, last dimension contiguous, no stride 0, rows 16-byte aligned; ``scale`` is
+    256; CUDA, bf16 or fp16, no size zero, last dimension contiguous, no stride 0, rows 16-byte aligned; ``scale`` is
     positive. Causal and ``window`` (left, right), -1 for all, are bottom-right aligned; ``softcap`` caps scores at that
     by tanh, 0.0 not. A row that sees no key gives zeros and +inf. With ``sequences`` B is 1 and the rows are packed;
     rows that belong to no sequence are not written. ``tile`` overrides the cut that :data:`TILES` says.
@@ -158,7 +162,7 @@ def _plan(
         mask = "window"
     else:
         mask = "causal" if causal else "full"
-    cols = 64 if max(head_dim, head_dim_v) <= 64 else 128
+    cols, cols_v = hopper_dims(head_dim, head_dim_v)
     far = mask == "full" or (mask == "causal" and not packed and min(seq_len, seq_len_kv) >= LONG)
     tile = tile or TILES[cols, far]
     if mask == "full" and (packed or seq_len_kv % tile.block_n):
@@ -166,10 +170,12 @@ def _plan(
     count, longest = lengths or (0, seq_len_kv)
     num_m = seq_len // tile.block_m + count if packed else -(-seq_len // tile.block_m)
     total_heads, group = batch * heads, heads // heads_kv
-    section = min(max(SECTION_BYTES // (longest * cols * 4), 1) * group, total_heads)
-    band_layout, kv_layout = _layouts(tile.block_n, cols, GLUON_DTYPES[str(q.dtype)], packed)
-    band = BAND.value, cols, band_layout, packed
-    keys = tile.block_n, cols, kv_layout, packed
+    section = min(max(SECTION_BYTES // (longest * (cols + cols_v) * 2), 1) * group, total_heads)
+    dtype = GLUON_DTYPES[str(q.dtype)]
+
+    def template(tensor: Tensor, rows: int, width: int) -> dict[str, Any]:
+        return rows_template(tensor, rows, width, tile_layout(rows, width, dtype, packed), packed)
+
     out_shape = batch, seq_len, heads, head_dim_v
     out = torch.empty(out_shape, dtype=q.dtype, device=q.device)
     num_tiles = total_heads * num_m
@@ -177,13 +183,14 @@ def _plan(
         out_shape=out_shape,
         lse_shape=(batch, heads, seq_len),
         templates=(
-            rows_template(q, *band), rows_template(k, *keys), rows_template(v, *keys), rows_template(out, *band),
+            template(q, BAND.value, cols // pieces(cols)), template(k, tile.block_n, cols // pieces(cols)),
+            template(v, tile.block_n, cols_v), template(out, BAND.value, cols_v),
         ),
         ctas=min(num_tiles, properties.multi_processor_count),
         numbers=(
             count, num_tiles, num_m, total_heads, heads, group, section, *reaches(causal, window), seq_len, seq_len_kv,
         ),
-        constexprs=_constexprs(mask, softcap, packed, tile, cols),
+        constexprs=_constexprs(mask, softcap, packed, tile, cols, cols_v),
     )  # fmt: skip
 
 
@@ -193,43 +200,38 @@ def _power_of_two(length: int) -> int:
 
 
 def _constexprs(
-    mask: str, softcap: bool, packed: bool, tile: ForwardTile, cols: int
+    mask: str, softcap: bool, packed: bool, tile: ForwardTile, cols: int, cols_v: int
 ) -> dict[str, Any]:
     return {
         "MASK": MASKS[mask].value, "SOFTCAP": softcap, "PACKED": packed, "CONSUMERS": tile.consumers, "N": tile.block_n,
-        "D": cols, "STAGES": tile.stages,
+        "D": cols, "DV": cols_v, "STAGES": tile.stages,
     }  # fmt: skip
-
-
-@functools.cache
-def _layouts(block_n: int, cols: int, dtype: Any, packed: bool) -> tuple[Any, Any]:
-    swizzled = gl.NVMMASharedLayout.get_default_for
-    outer = outer_axes(packed)
-    return swizzled([*outer, BAND.value, cols], dtype), swizzled([*outer, block_n, cols], dtype)
 
 
 def forward_spec(
-    head_dim: int, dtype: str, mask: str, *, softcap: bool = False, packed: bool = False, tile: ForwardTile | None = None
+    head_dim: int, dtype: str, mask: str, *, head_dim_v: int = 0, softcap: bool = False, packed: bool = False,
+    tile: ForwardTile | None = None,
 ) -> Any:  # fmt: skip
     """The kernel as a launch on aligned tensors specialises it, for ``compile_spec``.
 
-    ``head_dim`` is 64 or 128; ``mask`` full, causal, window, or (full, with a last KV tile that is cut) tail.
+    ``mask`` is full, causal, window, or (full, with a last KV tile that is cut) tail.
     """
     from dash_kernels.kernels.compile import KernelSpec
 
-    tile = tile or TILES[head_dim, mask in ("full", "tail")]
+    cols, cols_v = hopper_dims(head_dim, head_dim_v or head_dim)
+    tile = tile or TILES[cols, mask in ("full", "tail")]
     element = {"bfloat16": "bf16", "float16": "fp16"}[dtype]
-    band_layout, kv_layout = _layouts(
-        tile.block_n, head_dim, GLUON_DTYPES[f"torch.{dtype}"], packed
-    )
-    outer = outer_axes(packed)
-    band = f"tensordesc<{element}{[*outer, BAND.value, head_dim]},{band_layout!r}>"
-    kv = f"tensordesc<{element}{[*outer, tile.block_n, head_dim]},{kv_layout!r}>"
+
+    def rows_of(rows: int, width: int) -> str:
+        layout = tile_layout(rows, width, GLUON_DTYPES[f"torch.{dtype}"], packed)
+        return f"tensordesc<{element}{[*outer_axes(packed), rows, width]},{layout!r}>"
+
     types = {
-        "q_desc": band, "k_desc": kv, "v_desc": kv, "out_desc": band, "lse": "*fp32", "counter": "*i32",
+        "q_desc": rows_of(BAND.value, cols // pieces(cols)), "k_desc": rows_of(tile.block_n, cols // pieces(cols)),
+        "v_desc": rows_of(tile.block_n, cols_v), "out_desc": rows_of(BAND.value, cols_v), "lse": "*fp32", "counter": "*i32",
         "cu_seqlens_q": "*i32", "cu_seqlens_k": "*i32", "scale_log2": "fp32", "cap_log2": "fp32",
     }  # fmt: skip
-    constexprs = _constexprs(mask, softcap, packed, tile, head_dim)
+    constexprs = _constexprs(mask, softcap, packed, tile, cols, cols_v)
     if not packed:
         constexprs |= {"cu_seqlens_q": None, "cu_seqlens_k": None}
     names = forward_main.arg_names

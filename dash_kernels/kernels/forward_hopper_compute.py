@@ -11,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from dash_kernels.kernels.compat import thread_barrier, tma_store_wait
+from dash_kernels.kernels.compat import reinterpret, thread_barrier, tma_store_wait
 from dash_kernels.kernels.forward_hopper_copy import (
     BAND,
     BATCH,
@@ -33,7 +33,7 @@ from dash_kernels.kernels.forward_hopper_copy import (
     read_word,
 )
 from dash_kernels.kernels.hopper_copy import store_rows
-from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, WINDOW_MASK, arrive
+from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, WINDOW_MASK, arrive, pieces
 
 # A row's maximum before it saw a key: finite, so that no difference of maxima is NaN.
 LOWEST = gl.constexpr(-1e30)
@@ -108,24 +108,33 @@ def unpack(p2, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def begin_scores(q_s, k_s, stage, CONSUMER: gl.constexpr, N: gl.constexpr, D: gl.constexpr):
+    """Issue S = Q K^T of this consumer's band, whose columns lie in one tile or in several."""
+    COLS: gl.constexpr = D // pieces(D)
+    s = gl.zeros((BAND, N), gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16]))
+    for piece in gl.static_range(pieces(D)):
+        q = q_s.index(CONSUMER * pieces(D) + piece).reshape([BAND, COLS])
+        k = k_s.index(stage * pieces(D) + piece).reshape([N, COLS])
+        s = warpgroup_mma(q, k.permute((1, 0)), s, use_acc=piece > 0, is_async=True)
+    return s
+
+
+@gluon.jit
 def one_step(
-    o, p2, shift, total, step, reach, span, q, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
+    o, p2, shift, total, step, reach, span, q_s, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
     CONSUMER: gl.constexpr, CONSUMERS: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """O += P V of one KV tile, and the next KV tile's P from its S."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O_LAYOUT: gl.constexpr = o.type.layout
     DTYPE: gl.constexpr = v_s.dtype
     stage = step % STAGES
     next_stage = (step + 1) % STAGES
     next_phase = ((step + 1) // STAGES) & 1
-    k = k_s.index(next_stage).reshape([N, D])
-    v = v_s.index(stage).reshape([N, D])
-    zeros = gl.zeros((BAND, N), gl.float32, S_LAYOUT)
+    v = v_s.index(stage).reshape([N, DV])
     p16 = unpack(p2, DTYPE, gl.DotOperandLayout(0, O_LAYOUT, 2))
     mbarrier.wait(k_full.index(next_stage), next_phase)
-    s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+    s = begin_scores(q_s, k_s, next_stage, CONSUMER, N, D)
     o = warpgroup_mma(p16, v, o, is_async=True)
     s = warpgroup_mma_wait(1, deps=[s])
     arrive(K_EMPTY + next_stage, CONSUMERS * 128 + 32)
@@ -153,27 +162,30 @@ def one_step(
 def consumer(
     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
     CONSUMER: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr,
-    N: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """One band of each of the CTA's Q tiles."""
-    S_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
-    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    O_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DV, 16])
     O_ROWS: gl.constexpr = gl.SliceLayout(1, O_LAYOUT)
     DTYPE: gl.constexpr = v_s.dtype
-    out = out_s.index(CONSUMER).reshape([BAND, D])
+    # Above head_dim 128 there is room for a band of Q or of the output, not for both.
+    IN_Q: gl.constexpr = D > 128
+    if IN_Q:
+        band = reinterpret(
+            q_s.index(CONSUMER * pieces(D)), DTYPE, out_desc.block_type.shape, out_desc.layout
+        )
+    else:
+        band = out_s.index(CONSUMER)
     factor = cap_log2 if SOFTCAP else scale_log2
     step = 0
     tile = 0
-    q = q_s.index(CONSUMER).reshape([BAND, D])
     mbarrier.wait(bars.index(TILE_FULL), 0)
     count = read_word(words, tile, COUNT)
     while count >= 0:
         stage = step % STAGES
-        zeros = gl.zeros((BAND, N), gl.float32, S_LAYOUT)
         mbarrier.wait(bars.index(Q_FULL + CONSUMER), tile & 1)
         mbarrier.wait(k_full.index(stage), (step // STAGES) & 1)
-        k = k_s.index(stage).reshape([N, D])
-        s = warpgroup_mma(q, k.permute((1, 0)), zeros, use_acc=False, is_async=True)
+        s = begin_scores(q_s, k_s, stage, CONSUMER, N, D)
         s = warpgroup_mma_wait(0, deps=[s])
         arrive(K_EMPTY + stage, CONSUMERS * 128 + 32)
         if SOFTCAP:
@@ -187,7 +199,7 @@ def consumer(
         p = gl.exp2(s * factor - shift[:, None])
         total = partial_sums(p, N)
         p2 = pack(p, DTYPE)
-        o = gl.zeros((BAND, D), gl.float32, O_LAYOUT)
+        o = gl.zeros((BAND, DV), gl.float32, O_LAYOUT)
         mbarrier.wait(v_full.index(step % STAGES), (step // STAGES) & 1)
         last = step + count - 1
         plain_end = last
@@ -197,28 +209,29 @@ def consumer(
             for _ in range(1, read_word(words, tile, MASKED)):
                 reach += N
                 o, p2, shift, total = one_step(
-                    o, p2, shift, total, step, reach, span, q, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
-                    CONSUMER, CONSUMERS, MASK, SOFTCAP, N, D, STAGES,
+                    o, p2, shift, total, step, reach, span, q_s, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
+                    CONSUMER, CONSUMERS, MASK, SOFTCAP, N, D, DV, STAGES,
                 )  # fmt: skip
                 step += 1
         for plain_step in range(step, plain_end):
             o, p2, shift, total = one_step(
-                o, p2, shift, total, plain_step, 0, span, q, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
-                CONSUMER, CONSUMERS, NO_MASK, SOFTCAP, N, D, STAGES,
+                o, p2, shift, total, plain_step, 0, span, q_s, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
+                CONSUMER, CONSUMERS, NO_MASK, SOFTCAP, N, D, DV, STAGES,
             )  # fmt: skip
         if MASK == WINDOW_MASK:
             reach = read_word(words, tile, REACH) + (read_word(words, tile, PLAIN_END) - 1) * N
             for edge_step in range(plain_end, last):
                 reach += N
                 o, p2, shift, total = one_step(
-                    o, p2, shift, total, edge_step, reach, span, q, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
-                    CONSUMER, CONSUMERS, MASK, SOFTCAP, N, D, STAGES,
+                    o, p2, shift, total, edge_step, reach, span, q_s, k_s, v_s, k_full, v_full, scale_log2, cap_log2,
+                    CONSUMER, CONSUMERS, MASK, SOFTCAP, N, D, DV, STAGES,
                 )  # fmt: skip
         step = last + 1
-        mbarrier.arrive(bars.index(Q_EMPTY + CONSUMER))
+        if not IN_Q:
+            mbarrier.arrive(bars.index(Q_EMPTY + CONSUMER))
         stage = last % STAGES
         p16 = unpack(p2, DTYPE, gl.DotOperandLayout(0, O_LAYOUT, 2))
-        o = warpgroup_mma(p16, v_s.index(stage).reshape([N, D]), o, is_async=True)
+        o = warpgroup_mma(p16, v_s.index(stage).reshape([N, DV]), o, is_async=True)
         o, p16 = warpgroup_mma_wait(0, deps=[o, p16])
         arrive(V_EMPTY + stage, CONSUMERS * 128 + 32)
         shift = gl.convert_layout(shift, O_ROWS, assert_trivial=True)
@@ -239,10 +252,14 @@ def consumer(
             o = gl.where(seen[:, None], o, 0.0)
         tma_store_wait(0)
         thread_barrier()  # the last tile's output has left
-        out.store(o.to(DTYPE))
+        band.reshape([BAND, DV]).store(o.to(DTYPE))
         fence_async_shared()
         thread_barrier()
-        store_rows(out_desc, b, h, first_row, rows, out_s.index(CONSUMER), PACKED)
+        store_rows(out_desc, b, h, first_row, rows, band, PACKED)
+        if IN_Q:
+            tma_store_wait(0)
+            thread_barrier()
+            mbarrier.arrive(bars.index(Q_EMPTY + CONSUMER))
         tile += 1
         mbarrier.wait(bars.index(TILE_FULL + (tile & 1)), (tile >> 1) & 1)
         count = read_word(words, tile, COUNT)

@@ -14,8 +14,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from dash_kernels.kernels.hopper_copy import load_rows
 from dash_kernels.kernels.hopper_shared import (
     CAUSAL_MASK,
+    PIECE,
     WINDOW_MASK,
     arrive_and_wait,
+    pieces,
     read_scalar,
     write_scalar,
 )
@@ -96,11 +98,22 @@ def sequence_of(slot, cu_seqlens_q, sequences, M: gl.constexpr):
 
 
 @gluon.jit
+def load_pieces(
+    desc, b, h, row, rows, end, barrier, tiles, tile, PACKED: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """Tile number ``tile`` of ROWS rows of Q or K, in as many pieces as its columns take."""
+    mbarrier.expect(barrier, ROWS * D * 2)
+    for piece in gl.static_range(pieces(D)):
+        target = tiles.index(tile * pieces(D) + piece)
+        load_rows(desc, b, h, row, rows, end, barrier, target, PACKED, piece * PIECE)
+
+
+@gluon.jit
 def send_tile(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, tile, step, b, h, h_kv, row, rows, keys, q_end, k_end,
     lse_row, left, right,
     MASK: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """A Q tile's record, its rows of Q, and its KV tiles; the number of the stream's next KV tile.
 
@@ -140,23 +153,20 @@ def send_tile(
     stage = step % STAGES
     if step >= STAGES:
         arrive_and_wait(K_EMPTY + stage, CONSUMERS * 128 + 32)
-    mbarrier.expect(k_full.index(stage), N * D * 2)
-    load_rows(k_desc, b, h_kv, key, keys, k_end, k_full.index(stage), k_s.index(stage), PACKED)  # fmt: skip
+    load_pieces(k_desc, b, h_kv, key, keys, k_end, k_full.index(stage), k_s, stage, PACKED, N, D)
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(bars.index(Q_EMPTY + w), (tile & 1) ^ 1)
-        mbarrier.expect(bars.index(Q_FULL + w), BAND * D * 2)
-        load_rows(q_desc, b, h, row + w * BAND, rows, q_end, bars.index(Q_FULL + w), q_s.index(w), PACKED)  # fmt: skip
+        load_pieces(q_desc, b, h, row + w * BAND, rows, q_end, bars.index(Q_FULL + w), q_s, w, PACKED, BAND, D)  # fmt: skip
     for place in range(end - begin):
         if place < end - begin - 1:
             stage = (step + 1) % STAGES
             if step + 1 >= STAGES:
                 arrive_and_wait(K_EMPTY + stage, CONSUMERS * 128 + 32)
-            mbarrier.expect(k_full.index(stage), N * D * 2)
-            load_rows(k_desc, b, h_kv, key - N, keys, k_end, k_full.index(stage), k_s.index(stage), PACKED)  # fmt: skip
+            load_pieces(k_desc, b, h_kv, key - N, keys, k_end, k_full.index(stage), k_s, stage, PACKED, N, D)  # fmt: skip
         stage = step % STAGES
         if step >= STAGES:
             arrive_and_wait(V_EMPTY + stage, CONSUMERS * 128 + 32)
-        mbarrier.expect(v_full.index(stage), N * D * 2)
+        mbarrier.expect(v_full.index(stage), N * DV * 2)
         load_rows(v_desc, b, h_kv, key, keys, k_end, v_full.index(stage), v_s.index(stage), PACKED)  # fmt: skip
         step += 1
         key -= N
@@ -168,7 +178,7 @@ def producer(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, counter, cu_seqlens_q, cu_seqlens_k, sequences,
     num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv,
     MASK: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     M: gl.constexpr = CONSUMERS * BAND
     step = 0
@@ -194,14 +204,14 @@ def producer(
                 step = send_tile(
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, tile, step, 0, h, h // group, row,
                     q_end - begin, k_end - k_begin, q_end, k_end, h * seq_len + begin + row, left, right,
-                    MASK, PACKED, CONSUMERS, N, D, STAGES,
+                    MASK, PACKED, CONSUMERS, N, D, DV, STAGES,
                 )  # fmt: skip
                 tile += 1
         else:
             step = send_tile(
                 q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, tile, step, head // heads, h,
                 h // group, slot * M, seq_len, seq_len_kv, 0, 0, head * seq_len + slot * M, left, right,
-                MASK, PACKED, CONSUMERS, N, D, STAGES,
+                MASK, PACKED, CONSUMERS, N, D, DV, STAGES,
             )  # fmt: skip
             tile += 1
         drawn = end_draw(drawing)

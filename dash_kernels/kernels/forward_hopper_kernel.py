@@ -25,7 +25,7 @@ from dash_kernels.kernels.forward_hopper_copy import (
     TILE_FULL,
     producer,
 )
-from dash_kernels.kernels.hopper_shared import several
+from dash_kernels.kernels.hopper_shared import pieces, several
 
 
 @gluon.jit(
@@ -38,7 +38,7 @@ def forward_main(
     q_desc, k_desc, v_desc, out_desc, lse, counter, cu_seqlens_q, cu_seqlens_k, sequences,
     num_tiles, num_m, total_heads, heads, group, section, left, right, seq_len, seq_len_kv, scale_log2, cap_log2,
     MASK: gl.constexpr, SOFTCAP: gl.constexpr, PACKED: gl.constexpr, CONSUMERS: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, STAGES: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """``left`` and ``right`` are the keys on each side of a query's position.
 
@@ -48,10 +48,15 @@ def forward_main(
     DTYPE: gl.constexpr = q_desc.dtype
     Q_TILE: gl.constexpr = q_desc.block_type.shape
     KV_TILE: gl.constexpr = k_desc.block_type.shape
-    q_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS, Q_TILE), q_desc.layout)
-    k_s = gl.allocate_shared_memory(DTYPE, several(STAGES, KV_TILE), k_desc.layout)
-    v_s = gl.allocate_shared_memory(DTYPE, several(STAGES, KV_TILE), v_desc.layout)
-    out_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS, Q_TILE), out_desc.layout)
+    V_TILE: gl.constexpr = v_desc.block_type.shape
+    OUT_TILE: gl.constexpr = out_desc.block_type.shape
+    q_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS * pieces(D), Q_TILE), q_desc.layout)
+    k_s = gl.allocate_shared_memory(DTYPE, several(STAGES * pieces(D), KV_TILE), k_desc.layout)
+    v_s = gl.allocate_shared_memory(DTYPE, several(STAGES, V_TILE), v_desc.layout)
+    # Above head_dim 128 the output leaves in place of Q.
+    out_s = q_s
+    if D <= 128:
+        out_s = gl.allocate_shared_memory(DTYPE, several(CONSUMERS, OUT_TILE), out_desc.layout)
     words = gl.allocate_shared_memory(
         gl.int32, [2 * RECORD_WORDS, 1], gl.SwizzledSharedLayout(1, 1, 1, [0])
     )
@@ -76,15 +81,15 @@ def forward_main(
             [
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
-                    0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
+                    0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, DV, STAGES)),
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
-                    1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
+                    1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, DV, STAGES)),
                 (producer, (
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, counter, cu_seqlens_q,
                     cu_seqlens_k, sequences, num_tiles, num_m, total_heads, heads, group, section,
                     left, right, seq_len, seq_len_kv,
-                    MASK, PACKED, CONSUMERS, N, D, STAGES)),
+                    MASK, PACKED, CONSUMERS, N, D, DV, STAGES)),
             ],
             [4, 1],
             [240, 24],
@@ -94,18 +99,18 @@ def forward_main(
             [
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
-                    0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
+                    0, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, DV, STAGES)),
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
-                    1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
+                    1, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, DV, STAGES)),
                 (consumer, (
                     out_desc, lse, q_s, k_s, v_s, out_s, words, bars, k_full, v_full, scale_log2, cap_log2, span,
-                    2, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, STAGES)),
+                    2, MASK, SOFTCAP, PACKED, CONSUMERS, N, D, DV, STAGES)),
                 (producer, (
                     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, counter, cu_seqlens_q,
                     cu_seqlens_k, sequences, num_tiles, num_m, total_heads, heads, group, section,
                     left, right, seq_len, seq_len_kv,
-                    MASK, PACKED, CONSUMERS, N, D, STAGES)),
+                    MASK, PACKED, CONSUMERS, N, D, DV, STAGES)),
             ],
             [4, 4, 1],
             [160, 160, 32],

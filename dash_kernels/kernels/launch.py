@@ -7,6 +7,7 @@ Packed sequences have one more before these, which finds their tiles.
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from triton.experimental.gluon import language as gl
@@ -14,7 +15,7 @@ from triton.experimental.gluon import language as gl
 from dash_kernels.kernels.backward_hopper import backward_hopper
 from dash_kernels.kernels.backward_portable import descending_closed_form, launch_portable
 from dash_kernels.kernels.cast_flat import cast_flat
-from dash_kernels.kernels.descriptors import describe, describe_rows, outer_axes
+from dash_kernels.kernels.descriptors import filled, rows_template, template, tile_layout
 from dash_kernels.kernels.hopper_shared import (
     CAUSAL_MASK,
     HEADER_WORDS,
@@ -44,7 +45,6 @@ from dash_kernels.kernels.runtime import (
     turn_record,
 )
 from dash_kernels.kernels.sequences import (
-    SequencePlan,
     Sequences,
     is_windowed,
     plan_sequences,
@@ -132,13 +132,26 @@ def _plan(
     return plan_launch(config, problem, device, sm_margin, allow_resident, totals)
 
 
-@functools.cache
-def tile_layout(rows: int, cols: int, dtype: Any, packed: bool = False) -> Any:
-    """Shared-memory layout of so many rows of a tensor."""
-    return gl.NVMMASharedLayout.get_default_for([*outer_axes(packed), rows, cols], dtype)
-
-
 VECTOR_LAYOUT, FLAT_LAYOUT = (gl.NVMMASharedLayout(0, 32, axes) for axes in (1, 2))
+
+
+@dataclass(frozen=True)
+class HopperForm:
+    """What of a launch depends on the tensors' strides too, but not on their contents or addresses.
+
+    ``templates`` are of the descriptors, in the main kernel's order, and ``strides`` those of out and dout.
+    """
+
+    q_tiles: int
+    rows: int
+    flat_shape: tuple[int, int]
+    workspace_words: int
+    templates: tuple[dict[str, Any], ...]
+    strides: tuple[int, ...]
+    specialised: tuple[Any, ...]
+    prepare: dict[str, Any]
+    main: dict[str, Any]
+    cast: dict[str, Any]
 
 
 def launch_hopper(
@@ -152,89 +165,114 @@ def launch_hopper(
     """
     import torch
 
-    config, grid = plan.config, plan.grid
-    seq_len, heads, head_dim = q.shape[1:]
-    seq_len_kv, heads_kv, head_dim_v = v.shape[1:]
-    group = heads // heads_kv
-    block_m, block_n = config.block_m, config.block_n
-    policy = POLICIES[config.policy]
-    packed = sequences is not None
-    tables: SequencePlan | None = None
-    descending = False
+    config, grid, device = plan.config, plan.grid, q.device
+    seq_len, heads = q.shape[1:3]
+    seq_len_kv, heads_kv = k.shape[1:3]
+    q_table: Tensor | None = None
+    counts: Tensor | None = None
     if sequences is not None:
-        descending = descending_closed_form(config.schedule)
         tables = plan_sequences(
-            sequences, seq_len, seq_len_kv, block_m=block_m, block_n=block_n, causal=grid.causal, window=window,
-            descending=descending,
+            sequences, seq_len, seq_len_kv, block_m=config.block_m, block_n=config.block_n, causal=grid.causal,
+            window=window, descending=descending_closed_form(config.schedule),
         )  # fmt: skip
-        num_m, arrays, counts, sizes = tables.max_q_tiles, tables.kv_tiles, tables.counts, (0, 0, 0)
+        num_m, arrays, sizes = tables.max_q_tiles, tables.kv_tiles, (0, 0, 0)
+        q_table, counts = tables.q_tiles, tables.counts
         ctas = min(plan.total_heads * tables.max_kv_tiles, plan.sms)
     else:
         assert plan.arrays is not None
-        num_m, arrays, counts, ctas = grid.num_m, plan.arrays.tensor, None, plan.ctas
+        num_m, arrays, ctas = grid.num_m, plan.arrays.tensor, plan.ctas
         sizes = plan.arrays.num_items, plan.arrays.num_tiles, plan.arrays.num_steps
-    if is_windowed(grid.causal, window):
-        mask = WINDOW_MASK
-    elif grid.causal:
-        mask = CAUSAL_MASK
-    else:
-        mask = TAIL_MASK if packed or seq_len_kv % block_n else NO_MASK
-    q_tiles = q.shape[0] * heads * num_m
-    d, d_v = hopper_dims(head_dim, head_dim_v)
-    parts, halves = pieces(d), 2 if is_wide(d) else 1
-    rows, flat_rows = q_tiles * block_m, block_m * d // 256
+    key = q.stride(), k.stride(), v.stride(), out.stride(), dout.stride()
+    form = plan.forms.get(key)
+    if form is None:
+        form = plan.forms[key] = _form(plan, num_m, window, q, k, v, out, dout)
 
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    lse2, delta = torch.empty((2, rows), dtype=torch.float32, device=q.device)
-    accumulated = torch.empty((q_tiles * flat_rows, 256), dtype=torch.float32, device=q.device)
-    workspace = torch.empty(
-        HEADER_WORDS.value + q_tiles * shares(d), dtype=torch.int32, device=q.device
-    )
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+    lse2 = torch.empty(form.rows, dtype=torch.float32, device=device)
+    delta = torch.empty(form.rows, dtype=torch.float32, device=device)
+    accumulated = torch.empty(form.flat_shape, dtype=torch.float32, device=device)
+    workspace = torch.empty(form.workspace_words, dtype=torch.int32, device=device)
 
-    strides = (*out.stride()[:3], *dout.stride()[:3])
-    prepared = {
-        "ZERO_DQ": config.policy == "unordered", "BLOCK_M": block_m, "HEAD_DIM": d // parts, "HEAD_DIM_V": padded_head_dim(head_dim_v),
-        "dlse": dlse, "tiles": tables and tables.q_tiles, "counts": counts, "WIDTH": head_dim_v, "SEMAPHORES": shares(d),
-        "PIECES": parts,
-    }  # fmt: skip
     pointers = [x.data_ptr() % 16 == 0 for x in (out, dout, lse)]
     pointers.append(dlse is None or dlse.data_ptr() % 16 == 0)
-    special = (
-        *((s == 1, s % 16 == 0, s >= 1 << 31) for s in strides), *pointers, dlse is None,
-    )  # fmt: skip
     run_compiled(
-        plan.compiled, prepare_tiles, q_tiles,
-        (out, dout, lse, lse2, delta, accumulated, workspace, *strides, heads, num_m, seq_len), prepared, SMALL_OPTIONS,
-        special=special,
+        plan.compiled, prepare_tiles, form.q_tiles,
+        (out, dout, lse, lse2, delta, accumulated, workspace, *form.strides, heads, num_m, seq_len),
+        {**form.prepare, "dlse": dlse, "tiles": q_table, "counts": counts}, SMALL_OPTIONS,
+        special=(form.specialised, *pointers, dlse is None),
     )  # fmt: skip
-    dtype = GLUON_DTYPES[str(q.dtype)]
-
-    def rows_of(tensor: Tensor, count: int, cols: int) -> Any:
-        return describe_rows(tensor, count, cols, tile_layout(count, cols, dtype, packed), packed)
-
     # With softcap, S' = cap tanh(x) with x = S scale / cap and tanh from exp2(2 x log2(e)).
     factors = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
+    described = q, k, v, dout, lse2, delta, accumulated, dk, dv
     run_compiled(
         plan.compiled, backward_hopper, ctas,
         (
-            rows_of(q, block_m, d // parts), rows_of(k, block_n, d // parts), rows_of(v, block_n, d_v), rows_of(dout, block_m, d_v),
-            describe(lse2, (rows,), (1,), (block_m,), VECTOR_LAYOUT),
-            describe(delta, (rows,), (1,), (block_m,), VECTOR_LAYOUT),
-            describe(accumulated, (q_tiles * flat_rows, 256), (256, 1), (flat_rows // dq_boxes(d), 256), FLAT_LAYOUT),
-            rows_of(dk, block_n, d // parts // halves), rows_of(dv, block_n, d_v // halves),
-            workspace, arrays, counts, *sizes, plan.total_heads, heads_kv, group, plan.interleaved, num_m,
-            *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us, *factors, scale,
+            *map(filled, form.templates, described), workspace, arrays, counts, *sizes, plan.total_heads, heads_kv,
+            heads // heads_kv, plan.interleaved, num_m, *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us,
+            *factors, scale,
         ),
-        {
-            "MASK": mask.value, "SOFTCAP": softcap != 0, "GROUPED": group > 1, "PACKED": packed, "DESCENDING": descending,
-            "M": block_m, "N": block_n, "D": d, "DV": d_v, "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages,
-            "POLICY": policy, "ORDER_OF_START": plan.cooperative,
-        },
+        form.main,
         {"num_warps": CONSUMER_WARPS, "enable_fp_fusion": True, "launch_cooperative_grid": plan.cooperative},
     )  # fmt: skip
     run_compiled(
-        plan.compiled, cast_flat, q_tiles,
-        (accumulated, dq, workspace, turn_record(q.device), tables and tables.q_tiles, counts, heads, num_m, seq_len, scale),
-        {"POLICY": policy, "BLOCK_M": block_m, "HEAD_DIM": d // parts, "PIECES": parts, "WIDTH": head_dim, "SEMAPHORES": shares(d)}, SMALL_OPTIONS,
+        plan.compiled, cast_flat, form.q_tiles,
+        (accumulated, dq, workspace, turn_record(device), q_table, counts, heads, num_m, seq_len, scale),
+        form.cast, SMALL_OPTIONS,
     )  # fmt: skip
     return dq, dk, dv
+
+
+def _form(
+    plan: Plan, num_m: int, window: tuple[int, int], q: Tensor, k: Tensor, v: Tensor, out: Tensor, dout: Tensor
+) -> HopperForm:  # fmt: skip
+    import torch
+
+    config, problem, causal = plan.config, plan.problem, plan.grid.causal
+    m, n, packed = config.block_m, config.block_n, problem.varlen
+    d, d_v = hopper_dims(problem.head_dim, problem.head_dim_v)
+    cols, halves, policy = d // pieces(d), 2 if is_wide(d) else 1, POLICIES[config.policy]
+    if is_windowed(causal, window):
+        mask = WINDOW_MASK
+    elif causal:
+        mask = CAUSAL_MASK
+    else:
+        mask = TAIL_MASK if packed or problem.seq_len_kv % n else NO_MASK
+    q_tiles = q.shape[0] * problem.heads * num_m
+    rows, flat_rows = q_tiles * m, m * d // 256
+    flat_shape = q_tiles * flat_rows, 256
+    dtype = GLUON_DTYPES[str(q.dtype)]
+
+    def of_rows(tensor: Tensor, count: int, width: int) -> dict[str, Any]:
+        layout = tile_layout(count, width, dtype, packed)
+        return rows_template(tensor, count, width, layout, packed)
+
+    lse2, flat = (
+        torch.empty(shape, dtype=torch.float32, device="meta") for shape in (rows, flat_shape)
+    )
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (k, v))
+    vector = template(lse2, (rows,), (1,), (m,), VECTOR_LAYOUT)
+    templates = (
+        of_rows(q, m, cols), of_rows(k, n, cols), of_rows(v, n, d_v), of_rows(dout, m, d_v), vector, vector,
+        template(flat, flat_shape, (256, 1), (flat_rows // dq_boxes(d), 256), FLAT_LAYOUT),
+        of_rows(dk, n, cols // halves), of_rows(dv, n, d_v // halves),
+    )  # fmt: skip
+    strides = (*out.stride()[:3], *dout.stride()[:3])
+    tile = {"BLOCK_M": m, "HEAD_DIM": cols}
+    return HopperForm(
+        q_tiles, rows, flat_shape, HEADER_WORDS.value + q_tiles * shares(d), templates, strides,
+        tuple((s == 1, s % 16 == 0, s >= 1 << 31) for s in strides),
+        prepare={
+            "ZERO_DQ": config.policy == "unordered", **tile, "HEAD_DIM_V": padded_head_dim(problem.head_dim_v),
+            "dlse": None, "tiles": None, "counts": None,
+            "WIDTH": problem.head_dim_v, "SEMAPHORES": shares(d), "PIECES": pieces(d),
+        },
+        main={
+            "MASK": mask.value, "SOFTCAP": problem.softcap, "GROUPED": problem.head_group > 1, "PACKED": packed,
+            "DESCENDING": packed and descending_closed_form(config.schedule),
+            "M": m, "N": n, "D": d, "DV": d_v, "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages,
+            "POLICY": policy, "ORDER_OF_START": plan.cooperative,
+        },
+        cast={
+            "POLICY": policy, **tile, "PIECES": pieces(d), "WIDTH": problem.head_dim, "SEMAPHORES": shares(d),
+        },
+    )  # fmt: skip

@@ -39,7 +39,7 @@ class Plan:
     """All of a launch that does not depend on the tensors' contents or addresses.
 
     ``arrays`` is None for packed sequences, whose tiles the device works out. ``compiled`` fills as kernels are launched:
-    see :func:`run_compiled`.
+    see :func:`run_compiled`; ``forms`` fill with what a launch works out once for the strides that it was given.
     """
 
     config: Config
@@ -52,6 +52,7 @@ class Plan:
     sms: int
     cooperative: bool
     compiled: dict[Any, Any] = field(default_factory=dict, compare=False)
+    forms: dict[Any, Any] = field(default_factory=dict, compare=False)
 
     @property
     def ctas(self) -> int:

@@ -29,12 +29,13 @@ def default_config(problem: Problem, capability: tuple[int, int], backend: str =
     """The rule where nothing has been measured; with ``backend`` the first of its configs that runs.
 
     Causal masks and left windows shortest_first, others ascending with four heads interleaved. Hopper: its own tile, in
-    two stages or, where only that fits (head_dim 256), in one. Where the Hopper kernel does not run the problem, the portable one: 64x128 tiles up to head_dim 128 on chips with
-    Hopper's shared memory, 64x64 where tensor memory is too small for that (10.x at 128). On smaller ones a 128-row tile
-    up to 2048 keys at head_dim 64 and a 64-row one beyond it, half of that at head_dim 128; 32x64 where shared memory is
-    too small for that, and above head_dim 128. Three stages, because with two no copy of a Q tile runs beside a step;
-    two where only they fit (32x32, head_dim 256 on chips with 99 KiB). Eight warps, four for small steps. What the
-    compiler makes of each: benchmarks/results/portable-triton-*.json.
+    two stages or, where only that fits (head_dim 256), in one. Where the Hopper kernel does not run the problem, the
+    portable one: 64x128 tiles up to head_dim 128 on chips with Hopper's shared memory, 64x64 where tensor memory is too
+    small for that (10.x at 128). On smaller ones a 128-row tile up to 2048 keys at head_dim 64 and a 64-row one beyond
+    it, half of that at head_dim 128; 32x64 where shared memory is too small for that, and above head_dim 128. Three
+    stages, because with two no copy of a Q tile runs beside a step; two where only they fit (32x32, head_dim 256 on
+    chips with 99 KiB). Eight warps, four for small steps. What the compiler makes of each:
+    benchmarks/results/portable-triton-*.json.
 
     Raises ValueError, with the last candidate's reason, where no backend runs the problem.
     """
@@ -45,7 +46,9 @@ def default_config(problem: Problem, capability: tuple[int, int], backend: str =
         support = supports(config, problem, capability)
         if support:
             return config
-    reason = support.reason if support else f"the rule has none for backend {backend} there"
+    reason = f"the rule has none for backend {backend} there"
+    if support is not None:
+        reason = support.reason
     raise ValueError(
         f"no config runs this problem on compute capability {capability[0]}.{capability[1]}: {reason}"
     )

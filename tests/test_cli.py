@@ -88,12 +88,16 @@ def dash_tune(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         (["--gpu", "h800", "--dry-run", "--heads", "4", "--head-group", "3"], ["head-group 3"]),
         (["--gpu", "h800", "--simulate", "--dry-run"], ["--simulate", "--compile-only"]),
         (
-            ["--gpu", "h800", "--dry-run", "--backend", "hopper", "--head-dim", "256"],
-            ["--backend hopper: head_dim 256 is above 128", "--backend portable"],
+            ["--gpu", "h800", "--dry-run", "--backend", "hopper", "--head-dim", "264"],
+            ["no config runs this problem", "head_dim 264 is above 256"],
         ),
         (
             ["--gpu", "a100", "--compile-only", "--backend", "hopper"],
-            ["--backend hopper: ", "needs compute capability 9.0; this is 8.0"],
+            [
+                "--backend hopper: ",
+                "needs compute capability 9.0; this is 8.0",
+                "--backend portable",
+            ],
         ),
         (
             ["--gpu", "a100", "--engine", "ray", "--backend", "hopper"],
@@ -136,22 +140,25 @@ def test_bad_usage_is_one_line_and_exit_2(
     assert all(word in err for word in words)
 
 
-def test_shapes_that_the_named_backend_does_not_run_are_named_and_left_out(
-    db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("backend", ["hopper", "portable"])
+def test_the_named_backend_alone_is_swept_in_every_shape(
+    backend: str, db: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    shapes = ["--gpu", "h800", "--mask", "causal", "--head-dim", "128,256", "--seq-len", "512,1024"]
-    assert dash_tune(monkeypatch, *shapes, "--backend", "hopper", "--dry-run") == 0
-    first, *listed, _ = capsys.readouterr().out.splitlines()
-    assert first.startswith("left out, not for backend hopper (head_dim 256 is above 128, ")
-    assert first.endswith("causal d=256 seq_len=512 bfloat16, causal d=256 seq_len=1024 bfloat16")
-    assert listed
-    assert not any("portable" in line or "d=256" in line for line in listed)
-    assert dash_tune(monkeypatch, *shapes, "--dry-run") == 0
-    assert "left out" not in capsys.readouterr().out
-    assert dash_tune(monkeypatch, *shapes, "--backend", "hopper", "--dry-run", "--json") == 0
-    out, err = capsys.readouterr()
-    assert {json.loads(line)["config"]["backend"] for line in out.splitlines()} == {"hopper"}
-    assert err.startswith("left out")
+    shapes = [
+        "--gpu",
+        "h800",
+        "--mask",
+        "causal",
+        "--head-dim",
+        "128,192/128,256",
+        "--seq-len",
+        "512",
+    ]
+    command = [*shapes, "--backend", backend, "--dry-run", "--json"]
+    assert dash_tune(monkeypatch, *command) == 0
+    listed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert {entry["config"]["backend"] for entry in listed} == {backend}
+    assert {entry["problem"]["head_dim"] for entry in listed} == {128, 192, 256}
 
 
 def test_show_without_a_winner_says_where_rows_are(

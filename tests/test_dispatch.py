@@ -352,8 +352,34 @@ def test_the_default_rule_is_what_the_docs_say() -> None:
     blackwell = rule(PROBLEM, (10, 0))
     assert (blackwell.backend, blackwell.block_m, blackwell.block_n) == ("portable", 64, 64)
     assert (blackwell.num_warps, blackwell.num_stages) == (8, 3)
-    wide = rule(Problem("causal", 192, 4096), (9, 0))
-    assert (wide.backend, wide.schedule) == ("portable", "shortest_first")
+    with pytest.raises(ValueError, match="head_dim 264 is above 256"):
+        rule(Problem("causal", 264, 4096), (9, 0))
+
+
+@pytest.mark.parametrize(
+    ("dims", "tile"),
+    [
+        ((256, 256), (64, 64, 1)),
+        ((128, 256), (64, 64, 1)),
+        ((192, 128), (64, 128, 2)),
+        ((160, 96), (64, 128, 2)),
+        ((96, 96), (64, 128, 2)),
+    ],
+)
+@pytest.mark.parametrize("mask", ["causal", "full"])
+def test_the_default_rule_takes_hopper_at_every_head_dim(
+    mask: str, dims: tuple[int, int], tile: tuple[int, int, int]
+) -> None:
+    problem = Problem(mask, dims[0], 4096, head_dim_v=dims[1])
+    found = default_config(problem, (9, 0))
+    assert (found.backend, found.block_m, found.block_n, found.num_stages) == ("hopper", *tile)
+    assert found.schedule == ("shortest_first" if mask == "causal" else "ascending")
+    assert supports(found, problem, (9, 0))
+    portable = (32, 64) if max(dims) > 128 else (64, 64)
+    for capability, rows_and_keys in (((8, 0), (32, 64)), ((10, 0), portable)):
+        other = default_config(problem, capability)
+        assert (other.backend, other.block_m, other.block_n) == ("portable", *rows_and_keys)
+        assert supports(other, problem, capability)
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (9, 0), (10, 0)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dash_kernels import Config, attention
-from dash_kernels.problem import HOPPER_TILES, PORTABLE_TILES, Problem, padded_head_dim, supports
+from dash_kernels.problem import HOPPER_TILES, PORTABLE_TILES, Problem, hopper_dims, supports
 
 TEXT = (Path(__file__).resolve().parent.parent / "docs" / "options.md").read_text()
 PROBLEMS: dict[str, dict[str, Any]] = {
@@ -39,8 +39,8 @@ def rows() -> dict[str, list[str]]:
 
 def runs(problem: Problem, backend: str, policy: str) -> bool:
     """Whether some tile of this backend runs the problem on an H200."""
-    dim = padded_head_dim(max(problem.head_dim, problem.head_dim_v))
-    tiles = HOPPER_TILES.get(dim, ((64, 128),)) if backend == "hopper" else PORTABLE_TILES
+    columns = hopper_dims(problem.head_dim, problem.head_dim_v)[0]
+    tiles = HOPPER_TILES[columns] if backend == "hopper" else PORTABLE_TILES
     configs = [
         Config(backend=backend, policy=policy, block_m=m, block_n=n, num_stages=stages, signal="plain")
         for m, n in tiles

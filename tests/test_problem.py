@@ -15,6 +15,9 @@ from dash_kernels.problem import (
     SHAPE_FIELDS,
     Config,
     Problem,
+    hopper_dims,
+    hopper_shared_bytes,
+    kernel_dims,
     supports,
     unmasked_pairs,
 )
@@ -136,14 +139,75 @@ class TestSupports:
             ({"head_dim": 128, "head_dim_v": 64}, ""),
             ({"window_left": 100, "softcap": True, "heads": 8, "heads_kv": 2}, ""),
             ({"varlen": True}, ""),
-            ({"head_dim": 192}, "head_dim 192 is above 128, the largest of backend hopper"),
-            ({"head_dim_v": 256}, "head_dim_v 256 is above 128, the largest of backend hopper"),
+            ({"head_dim": 192, "head_dim_v": 128}, ""),
+            ({"head_dim": 136, "head_dim_v": 8, "heads": 8, "heads_kv": 2, "varlen": True}, ""),
+            ({"head_dim": 192}, "tile 64x128 is not built for head_dim 256: 64x64"),
+            ({"head_dim_v": 256}, "tile 64x128 is not built for head_dim 256: 64x64"),
+            ({"head_dim": 257}, "head_dim 257 is above 256, the largest of backend hopper"),
+            ({"head_dim_v": 264}, "head_dim_v 264 is above 256, the largest of backend hopper"),
         ],
     )
     def test_hopper(self, changes: dict[str, Any], reason: str) -> None:
         problem = Problem(**{"mask": "causal", "head_dim": 128, "seq_len": 1000} | changes)
         answer = supports(Config(), problem)
         assert (answer.ok, answer.reason) == (not reason, reason)
+
+    @pytest.mark.parametrize(
+        ("dims", "config", "reason"),
+        [
+            ((256, 256), {"block_n": 64, "num_stages": 1}, ""),
+            ((128, 136), {"block_n": 64, "num_stages": 1}, ""),
+            ((256, 256), {"block_n": 64}, "needs 280576 bytes of shared memory; the limit is 232448"),
+            ((192, 128), {"num_stages": 3}, "needs 272896 bytes of shared memory; the limit is 232448"),
+            ((256, 256), {"block_n": 64, "num_stages": 1, "dq_stages": 3},
+             "above head_dim 128 backend hopper has two dQ stages, a share each; dq_stages is 3"),
+            ((192, 128), {"dq_stages": 4},
+             "above head_dim 128 backend hopper has two dQ stages, a share each; dq_stages is 4"),
+            ((192, 128), {"dq_stages": 1}, "backend hopper needs dq_stages >= 2"),
+            ((192, 128), {"block_n": 64}, "tile 64x64 is not built for head_dim 192: 64x128"),
+            ((192, 128), {"policy": "two_pass"}, "two_pass runs on backend portable"),
+        ],
+    )  # fmt: skip
+    def test_hopper_above_128(
+        self, dims: tuple[int, int], config: dict[str, Any], reason: str
+    ) -> None:
+        problem = Problem("causal", dims[0], 1000, head_dim_v=dims[1])
+        answer = supports(Config(**config), problem)
+        assert answer.ok == (not reason)
+        assert answer.reason.startswith(reason)
+
+    @pytest.mark.parametrize(
+        ("dims", "columns", "rows", "padded"),
+        [
+            ((8, 64), (64, 64), (16, 64), (64, 64)),
+            ((96, 40), (128, 128), (96, 48), (128, 64)),
+            ((128, 136), (256, 256), (128, 144), (128, 256)),
+            ((136, 8), (192, 128), (144, 16), (256, 64)),
+            ((192, 128), (192, 128), (192, 128), (256, 128)),
+            ((192, 136), (256, 256), (192, 144), (256, 256)),
+            ((193, 128), (256, 256), (208, 128), (256, 128)),
+            ((256, 256), (256, 256), (256, 256), (256, 256)),
+        ],
+    )
+    def test_head_dims_of_tiles_and_tensors(
+        self, dims: tuple[int, int], columns: tuple[int, int], rows: tuple[int, int], padded: tuple[int, int]
+    ) -> None:  # fmt: skip
+        problem = Problem("full", dims[0], 1000, head_dim_v=dims[1])
+        assert hopper_dims(*dims) == columns
+        assert kernel_dims(problem, "hopper") == rows
+        assert kernel_dims(problem, "portable") == padded
+
+    def test_shared_memory_of_the_hopper_kernel(self) -> None:
+        """K and V, stages of Q, dO, LSE and delta, dS, dQ, and a KiB; the same bytes for all dims of one tile."""
+        kv, stage, ds, dq = 64 * 512 * 2, 64 * (512 * 2 + 8), 2 * 64 * 64 * 2, 64 * 256 * 4
+        wide = Config(block_m=64, block_n=64, num_stages=1)
+        assert hopper_shared_bytes(wide, 256) == kv + stage + ds + dq + 1024
+        assert hopper_shared_bytes(wide, 136, 256) == hopper_shared_bytes(wide, 256)
+        kv, stage, ds, dq = 128 * 320 * 2, 64 * (320 * 2 + 8), 64 * 128 * 2, 64 * 192 * 4
+        assert hopper_shared_bytes(Config(), 192, 128) == kv + 2 * stage + ds + dq + 1024
+        assert hopper_shared_bytes(Config(), 144, 16) == hopper_shared_bytes(Config(), 192, 128)
+        two, three = (hopper_shared_bytes(Config(dq_stages=n), 128) for n in (2, 3))
+        assert three - two == 64 * 128 * 4
 
     @pytest.mark.parametrize(
         ("head_dim", "head_dim_v", "tile", "stages", "capability", "required"),

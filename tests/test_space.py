@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from dash_kernels.device import GPUS
-from dash_kernels.problem import Problem, supports
+from dash_kernels.problem import Problem, hopper_dims, padded_head_dim, supports
 from dash_kernels.schedules import CLOSED_FORMS, SCHEDULES
 from tuner.compile import _specs, kernel_identity, predict_ms, prove, schedule_identity
 from tuner.space import Candidate, SpaceFilter, baseline_config, candidates, problems, space
@@ -39,6 +39,23 @@ def test_every_kind_is_in_every_cell_once_and_fits(capability: tuple[int, int]) 
         assert {config.schedule for config in configs} == kinds
         assert all(supports(config, problem, capability) for config in configs)
         assert {config.policy for config in configs} == {"ordered", "unordered", "two_pass"}
+
+
+@pytest.mark.parametrize(
+    ("dims", "tile", "stages"), [((256, 256), (64, 64), {1}), ((192, 128), (64, 128), {1, 2})]
+)
+def test_a_hopper_sweep_above_head_dim_128_has_the_kernels_own_tile(
+    dims: tuple[int, int], tile: tuple[int, int], stages: set[int]
+) -> None:
+    (problem,) = problems(SpaceFilter(("causal",), (dims,), (4096,)))
+    configs = [candidate.config for candidate in candidates(problem, HOPPER, SpaceFilter())]
+    assert all(supports(config, problem, HOPPER) for config in configs)
+    hopper = [config for config in configs if config.backend == "hopper"]
+    assert {(config.block_m, config.block_n) for config in hopper} == {tile}
+    assert {config.num_stages for config in hopper} == stages
+    kinds = {name for name, kind in SCHEDULES.items() if "causal" in kind.masks}
+    assert {config.schedule for config in hopper} == kinds
+    assert {config.policy for config in configs} == {"ordered", "unordered", "two_pass"}
 
 
 def test_tier_0_holds_the_baseline_the_default_and_the_yardstick_of_every_cell_first() -> None:
@@ -104,7 +121,10 @@ def test_tiles_of_which_none_fits_keep_their_candidates_to_say_why_and_nothing_b
     for candidate in found:
         assert candidate.support.reason
         assert candidate.support.limit_bytes == 232448
-    expected = 2 * 256 * 512 + 12 * 128 * 512  # K, V, six stages of Q and dO
+    stage = 2 * 128 * (512 + 4)  # Q and dO, LSE and delta
+    expected = (
+        2 * 256 * 512 + 6 * stage + 2 * 128 * 512 + 128 * 1024 + 1024
+    )  # K, V; dS, dQ and words
     assert {c.support.required_bytes for c in found} == {expected}
 
 
@@ -242,6 +262,8 @@ def specs_of(
         ({"varlen": True}, {"packed": True}, {"varlen": True}),
         ({"heads": 4, "heads_kv": 2}, {"grouped": True}, {"grouped": True}),
         ({"head_dim_v": 64}, {}, {"head_dim_v": 64}),
+        ({"head_dim": 160, "head_dim_v": 96}, {"head_dim_v": 128}, {"head_dim_v": 128}),
+        ({"head_dim": 136}, {"head_dim_v": 256}, {}),
     ],
 )
 def test_kernels_are_compiled_in_the_form_that_the_options_run(
@@ -250,12 +272,12 @@ def test_kernels_are_compiled_in_the_form_that_the_options_run(
     portable: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    problem = Problem("causal", 96, 1024, **options)
+    problem = Problem(**{"mask": "causal", "head_dim": 96, "seq_len": 1024, **options})
     args, how = specs_of(monkeypatch, problem, "hopper")
-    assert args == (128, "bfloat16", True)
-    assert how == {"tail": False, "cooperative": False, **hopper}
+    assert args == (hopper_dims(problem.head_dim, problem.head_dim_v)[0], "bfloat16", True)
+    assert how == {"head_dim_v": 128, "tail": False, "cooperative": False, **hopper}
     args, how = specs_of(monkeypatch, problem, "portable")
-    assert args == (128, "bfloat16", True)
+    assert args == (padded_head_dim(problem.head_dim), "bfloat16", True)
     asked = {"ragged": False, "persistent": False, "capability": HOPPER}
     assert how == {**asked, **portable}
 
@@ -269,9 +291,14 @@ def test_forms_that_differ_have_kernels_of_their_own() -> None:
         replace(plain, softcap=True),
         replace(plain, varlen=True),
         replace(plain, heads_kv=2),
-        replace(plain, head_dim_v=64),
+        replace(plain, head_dim=192),
+        replace(plain, head_dim=256, head_dim_v=256),
     ]
     assert len({kernel_identity(problem, config) for problem in forms}) == len(forms)
+    narrow = replace(plain, head_dim=96, head_dim_v=64)
+    assert kernel_identity(narrow, config) == kernel_identity(plain, config)
+    portable = baseline_config(plain, HOPPER, "portable")
+    assert kernel_identity(narrow, portable) != kernel_identity(plain, portable)
     packed = replace(plain, varlen=True)
     other = replace(config, schedule="shortest_first")
     assert kernel_identity(packed, config) != kernel_identity(packed, other)

@@ -27,7 +27,7 @@ from tuner.results import Store
 from tuner.results.rows import LEASE_S
 from tuner.resume import nothing_to_do, remembered_environment
 from tuner.same_bits import keeping
-from tuner.space import Candidate, SpaceFilter, left_out, space, validate
+from tuner.space import Candidate, SpaceFilter, require_backend, space, validate
 from tuner.sweep import Sweep, items_of
 from tuner.worker import WorkerStartError
 
@@ -132,7 +132,7 @@ def _run_on_cluster(request: SweepRequest) -> int:
         validate(request.filters)
         if request.gpu != "auto":
             target = resolve_target(replace(request, compile_only=True))
-            left_out(request.filters, target.capability)
+            require_backend(request.filters, target.capability)
     except ValueError as error:
         raise UsageError(str(error)) from None
     from tuner.engines.ray import RaySweep, connect
@@ -210,7 +210,7 @@ def _candidates(request: SweepRequest, target: Target) -> list[Candidate]:
         raise UsageError("--simulate goes with --compile-only: a sweep on a GPU measures")
     try:
         validate(request.filters)
-        left_out(request.filters, target.capability)
+        require_backend(request.filters, target.capability)
         if request.numerics_key:
             with Store.open(request.db) as store:
                 store.load_shipped()
@@ -234,8 +234,6 @@ def _real(request: SweepRequest) -> bool:
 def _list(request: SweepRequest, target: Target, candidates: Sequence[Candidate]) -> None:
     import json
 
-    for line in left_out(request.filters, target.capability):
-        print(line, file=sys.stderr if request.as_json else sys.stdout)
     for candidate in candidates:
         problem, config = candidate.problem, candidate.config
         if request.as_json:
@@ -267,8 +265,6 @@ def _sweep(
     reporter: Reporter,
     guard: Guard,
 ) -> Summary:
-    for line in left_out(request.filters, target.capability):
-        reporter.note(line)
     settings = _settings(request, target)
     items = items_of(candidates, settings.source)
     nothing = _nothing_to_do(target, settings, items, store)

@@ -14,7 +14,7 @@ from typing import Any
 
 from dash_kernels.compile_lock import compile_once
 from dash_kernels.device import GpuSpec
-from dash_kernels.problem import Config, Problem, padded_head_dim
+from dash_kernels.problem import Config, Problem, hopper_dims, kernel_dims, padded_head_dim
 from tuner.failures import CandidateError
 
 # Share of the matrix peak that the Hopper kernel reaches between waits, as profiled on an H200: it only ranks candidates.
@@ -36,11 +36,17 @@ def kernel_identity(problem: Problem, config: Config, cooperative: bool = False)
         config.backend == "hopper" and not problem.varlen
     ):  # packed sequences have the order built in
         shared = replace(shared, schedule="ascending", group=1)
-    dims = [padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)]
-    shape = [dims, problem.dtype, problem.mask, problem.head_group]
+    shape = [_columns(problem, config.backend), problem.dtype, problem.mask, problem.head_group]
     shape += [problem.windowed, problem.softcap, problem.varlen]
     cut = [problem.seq_len % config.block_m != 0, problem.seq_len_kv % config.block_n != 0]
     return json.dumps([shared.to_dict(), shape, cut, cooperative], sort_keys=True)
+
+
+def _columns(problem: Problem, backend: str) -> tuple[int, int]:
+    """Columns of the main kernel's tiles of Q and K, and of V and dO."""
+    if backend == "hopper":
+        return hopper_dims(problem.head_dim, problem.head_dim_v)
+    return kernel_dims(problem, backend)
 
 
 def schedule_identity(problem: Problem, config: Config) -> str:
@@ -109,7 +115,7 @@ def _specs(
 ) -> list[Any]:
     """The kernels to compile for a candidate, the main one first."""
     dtype, causal = problem.dtype, problem.causal
-    dim, dim_v = padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+    dim, dim_v = _columns(problem, config.backend)
     options: dict[str, Any] = {
         name: True
         for name, on in (("grouped", problem.head_group > 1), ("softcap", problem.softcap))
@@ -153,7 +159,7 @@ def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
     from dash_kernels.critical_path import simulate
     from dash_kernels.schedules import Launch, TileGrid, build
 
-    dim = padded_head_dim(problem.head_dim)
+    dim, dim_v = _columns(problem, config.backend)
     schedule = build(config.schedule, TileGrid.for_config(problem, config), config.group)
     simulation = simulate(
         schedule,
@@ -166,13 +172,11 @@ def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
         gantt=False,
     )
     passes = TWO_PASS_WORK if config.policy == "two_pass" else 1.0
-    dims = 3 * dim + 2 * padded_head_dim(
-        problem.head_dim_v
-    )  # S, dK, dQ over one, dP, dV over the other
+    dims = 3 * dim + 2 * dim_v  # S, dK, dQ over one, dP, dV over the other
     tile_flops = 2.0 * config.block_m * config.block_n * dims * passes
     portable = config.backend == "portable" and gpu.capability[0] == 9
     share = (PORTABLE_SHARE_ON_HOPPER if portable else MATRIX_SHARE)[
-        max(dim, padded_head_dim(problem.head_dim_v))
+        padded_head_dim(max(dim, dim_v))
     ]
     flops_per_ms = gpu.peak_tflops * 1e9 / gpu.sms * share
     return float(simulation.makespan) * tile_flops / flops_per_ms

@@ -20,6 +20,7 @@ from dash_kernels.problem import (
     Config,
     Problem,
     Support,
+    hopper_dims,
     padded_head_dim,
     supports,
 )
@@ -194,28 +195,13 @@ def space(capability: tuple[int, int], filters: SpaceFilter) -> list[Candidate]:
     return sorted(found, key=lambda candidate: candidate.tier)
 
 
-def left_out(filters: SpaceFilter, capability: tuple[int, int]) -> list[str]:
-    """Where backend hopper alone was asked for: the shapes that it does not run on this chip, a line for each reason.
-
-    Raises ValueError where it runs none of them.
-    """
-    if set(filters.backends) != {"hopper"}:
-        return []
-    refused: dict[str, list[str]] = {}
-    shapes = problems(filters)
-    for problem in shapes:
-        base = _base(problem, capability)
-        if base.backend != "hopper":
-            config = _of_kind(base, BASELINE, backend="hopper")
-            reason = supports(config, problem, capability).reason
-            refused.setdefault(reason, []).append(problem.label())
-    if sum(map(len, refused.values())) == len(shapes):
-        reasons = "; ".join(refused)
-        raise ValueError(f"--backend hopper: {reasons}; --backend portable, or none, runs there")
-    return [
-        f"left out, not for backend hopper ({reason}): {', '.join(labels)}"
-        for reason, labels in refused.items()
-    ]
+def require_backend(filters: SpaceFilter, capability: tuple[int, int]) -> None:
+    """Raise ValueError where backend hopper alone was asked for and this chip has none; where it has, it runs every shape."""
+    if set(filters.backends) != {"hopper"} or capability[0] == 9:
+        return
+    problem = problems(filters)[0]
+    reason = supports(Config(backend="hopper"), problem, capability).reason
+    raise ValueError(f"--backend hopper: {reason}; --backend portable, or none, runs there")
 
 
 def _selected(config: Config, filters: SpaceFilter) -> bool:
@@ -249,7 +235,7 @@ def _tiers(
     problem: Problem, capability: tuple[int, int], backend: str, filters: SpaceFilter
 ) -> Iterator[tuple[int, Config]]:
     winner = base = _base(problem, capability, backend)
-    backend = base.backend  # the Hopper kernel does not run every shape
+    backend = base.backend  # portable where the chip has no Hopper kernel
     kinds = [kind for kind in _kinds(problem) if kind != "grouped_shift"]
     yield 0, _of_kind(base, BASELINE)
     yield 0, winner
@@ -322,7 +308,7 @@ def _kinds(problem: Problem) -> list[str]:
 
 def _tiles(problem: Problem, backend: str) -> tuple[tuple[int, int], ...]:
     if backend == "hopper":
-        return HOPPER_TILES[padded_head_dim(max(problem.head_dim, problem.head_dim_v))]
+        return HOPPER_TILES[hopper_dims(problem.head_dim, problem.head_dim_v)[0]]
     wide = padded_head_dim(max(problem.head_dim, problem.head_dim_v)) > 128
     return ((64, 64), (64, 128), (128, 64), (32, 64), *(((32, 32),) if wide else ()))
 

@@ -65,9 +65,9 @@ def _candidates(problem: Problem, capability: tuple[int, int]) -> Iterator[Confi
     if capability[0] == 9:
         columns, _ = hopper_dims(problem.head_dim, problem.head_dim_v)
         for block_m, block_n in HOPPER_TILES.get(columns, ()):
-            tile = order.with_(backend="hopper", block_m=block_m, block_n=block_n)
-            yield tile
-            yield tile.with_(num_stages=1)
+            hopper = order.with_(backend="hopper", block_m=block_m, block_n=block_n)
+            yield hopper
+            yield hopper.with_(num_stages=1)
     portable = order.with_(backend="portable")
     if capability[0] < HOPPER_CLASS and dim <= 128:
         short = problem.seq_len_kv <= 2048

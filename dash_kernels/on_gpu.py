@@ -14,7 +14,7 @@ from dash_kernels.checks import DTYPES
 from dash_kernels.compile_lock import compile_once
 from dash_kernels.execute import Options, decode_config
 from dash_kernels.layouts import kernel_ready, pad_head_dim
-from dash_kernels.problem import Config, Problem, kernel_dims, supports
+from dash_kernels.problem import Config, Problem, kernel_dims, supports, walked_heads
 from dash_kernels.schedules import Launch, TileGrid
 
 
@@ -181,8 +181,9 @@ def _check_resident(config: Config, problem: Problem, sms: int, options: Options
     from dash_kernels.kernels.runtime import cooperative_grid, min_resident
 
     grid, launch = TileGrid.for_config(problem, config), Launch.for_config(config)
-    heads = problem.batch * problem.heads_kv
-    needed = min_resident(config.schedule, config.group, grid, launch, heads, problem.head_group)
+    needed = min_resident(
+        config.schedule, config.group, grid, launch, *walked_heads(problem, config)
+    )
     if needed > 1:
         cooperative_grid(config, needed, sms, sms, options.sm_margin, options.allow_resident)
 

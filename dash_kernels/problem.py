@@ -297,6 +297,7 @@ TENSOR_MEMORY_TILES = {
 }
 DEFERRED = "the deferred signal belonged to an earlier Hopper kernel; use signal plain"
 KERNEL_HEAD_DIMS = {"hopper": (64, 128, 256), "portable": (64, 128, 256)}
+KV_TILES = 512  # of a sample: with fewer, CTAs wait for the longest walk (docs/performance.md)
 HEAD_DIM_STEP = 16  # rows that the Hopper kernel reads in place have so many elements or a multiple
 SHARED_MEMORY_LIMIT = {
     (8, 0): 166912,
@@ -329,6 +330,26 @@ def kernel_dims(problem: Problem, backend: str) -> tuple[int, int]:
     else:
         d, d_v = (padded_head_dim(dim) for dim in dims)
     return d, d_v
+
+
+def head_splits(problem: Problem, config: Config) -> int:
+    """CTAs that share the query heads of a KV tile on the Hopper backend, as neighbouring KV heads with the same K and V.
+
+    Each rounds a dK and dV of its own, which are added up afterwards. As many as give a sample at least
+    :data:`KV_TILES`; they depend on nothing outside the sample, whose bits are the same alone and in a batch.
+    """
+    if config.backend != "hopper" or problem.varlen:
+        return 1
+    tiles = problem.heads_kv * -(-problem.seq_len_kv // config.block_n)
+    group = problem.head_group
+    divisors = (splits for splits in range(1, group + 1) if group % splits == 0)
+    return next((splits for splits in divisors if tiles * splits >= KV_TILES), group)
+
+
+def walked_heads(problem: Problem, config: Config) -> tuple[int, int]:
+    """(KV heads of all samples, query heads of each) as CTAs walk them: more KV heads where :func:`head_splits` says so."""
+    splits = head_splits(problem, config)
+    return problem.batch * problem.heads_kv * splits, problem.head_group // splits
 
 
 def hopper_shared_bytes(config: Config, head_dim: int, head_dim_v: int = 0) -> int:

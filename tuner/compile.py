@@ -14,7 +14,7 @@ from typing import Any
 
 from dash_kernels.compile_lock import compile_once
 from dash_kernels.device import GpuSpec
-from dash_kernels.problem import Config, Problem, hopper_dims, kernel_dims, padded_head_dim
+from dash_kernels.problem import Config, Problem, hopper_dims, kernel_dims, padded_head_dim, walked_heads
 from tuner.failures import CandidateError
 
 # Share of the matrix peak that the Hopper kernel reaches between waits, as profiled on an H200: it only ranks candidates.
@@ -36,7 +36,7 @@ def kernel_identity(problem: Problem, config: Config, cooperative: bool = False)
         config.backend == "hopper" and not problem.varlen
     ):  # packed sequences have the order built in
         shared = replace(shared, schedule="ascending", group=1)
-    shape = [_columns(problem, config.backend), problem.dtype, problem.mask, problem.head_group]
+    shape = [_columns(problem, config.backend), problem.dtype, problem.mask, walked_heads(problem, config)[1]]
     shape += [problem.windowed, problem.softcap, problem.varlen]
     cut = [problem.seq_len % config.block_m != 0, problem.seq_len_kv % config.block_n != 0]
     return json.dumps([shared.to_dict(), shape, cut, cooperative], sort_keys=True)
@@ -51,13 +51,14 @@ def _columns(problem: Problem, backend: str) -> tuple[int, int]:
 
 def schedule_identity(problem: Problem, config: Config) -> str:
     """Names the proof that a candidate needs: equal for candidates with the same arrays and launch."""
+    heads, group = walked_heads(problem, config)
     return json.dumps(
         [
             [config.schedule, config.group, config.launch_order, config.heads_interleaved],
             [problem.seq_len, problem.seq_len_kv, config.block_m, config.block_n, problem.mask],
             problem.window,
-            problem.batch * problem.heads_kv if config.heads_interleaved == 0 else 0,
-            problem.head_group,
+            heads if config.heads_interleaved == 0 else 0,
+            group,
         ]
     )
 
@@ -79,9 +80,9 @@ def prove(problem: Problem, config: Config) -> int:
 
     try:
         schedule = build(config.schedule, TileGrid.for_config(problem, config), config.group)
-        heads_kv = problem.batch * problem.heads_kv
+        heads, group = walked_heads(problem, config)
         launch = Launch.for_config(config)
-        return check(schedule, launch, heads_kv, problem.head_group).min_resident
+        return check(schedule, launch, heads, group).min_resident
     except ScheduleError as error:
         raise CandidateError("constraints", str(error)) from error
 
@@ -118,7 +119,7 @@ def _specs(
     dim, dim_v = _columns(problem, config.backend)
     options: dict[str, Any] = {
         name: True
-        for name, on in (("grouped", problem.head_group > 1), ("softcap", problem.softcap))
+        for name, on in (("grouped", walked_heads(problem, config)[1] > 1), ("softcap", problem.softcap))
         if on
     }
     if config.backend == "hopper":
@@ -161,14 +162,15 @@ def predict_ms(problem: Problem, config: Config, gpu: GpuSpec) -> float:
 
     dim, dim_v = _columns(problem, config.backend)
     schedule = build(config.schedule, TileGrid.for_config(problem, config), config.group)
+    heads, group = walked_heads(problem, config)
     simulation = simulate(
         schedule,
         slots=gpu.sms,
         c=1.0,
         r=REDUCE_SHARE if config.policy == "ordered" else 0.0,
-        heads=problem.batch * problem.heads_kv,
+        heads=heads,
         launch=Launch.for_config(config),
-        head_group=problem.head_group,
+        head_group=group,
         gantt=False,
     )
     passes = TWO_PASS_WORK if config.policy == "two_pass" else 1.0

@@ -45,19 +45,20 @@ from dash_kernels.kernels.hopper_shared import (
 
 @gluon.jit(
     do_not_specialize=[
-        "num_items", "num_tiles", "num_steps", "num_heads", "heads_kv", "group", "interleave", "num_m", "left", "right",
+        "num_items", "num_tiles", "num_steps", "num_heads", "heads_kv", "splits", "group", "interleave", "num_m", "left", "right",
         "seq_len", "seq_len_kv", "bound_us",
     ]
 )  # fmt: skip
 def backward_hopper(
     q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, workspace, arrays, counts,
-    num_items, num_tiles, num_steps, num_heads, heads_kv, group, interleave, num_m, left, right, seq_len, seq_len_kv,
+    num_items, num_tiles, num_steps, num_heads, heads_kv, splits, group, interleave, num_m, left, right, seq_len, seq_len_kv,
     bound_us, scale_log2, cap_log2, scale,
     MASK: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
     POLICY: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
-    """``num_heads`` counts (batch, KV head) pairs, ``left`` and ``right`` the keys on each side of a query's position.
+    """``num_heads`` counts (batch, KV head) pairs; of ``splits`` neighbours among the ``heads_kv`` KV heads, which have
+    ``group`` query heads each, K and V are the same and dK and dV are not. ``left`` and ``right`` the keys on each side of a query's position.
 
     Without softcap ``scale_log2`` turns scores into base 2; with one it holds 2 log2(e) scale / cap, and ``cap_log2``
     cap log2(e).
@@ -115,7 +116,7 @@ def backward_hopper(
                 STAGES, DQ_STAGES, POLICY)),
             (producer, (
                 q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, bars,
-                q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave,
+                q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, splits, group, interleave,
                 num_m, left, right, seq_len, seq_len_kv, MASK, GROUPED, PACKED, DESCENDING, M, N, D, DV, STAGES)),
             (writer, (
                 dq_desc, dk_desc, dv_desc, k_s, v_s, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,

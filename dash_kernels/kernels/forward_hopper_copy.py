@@ -11,13 +11,11 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from dash_kernels.kernels.hopper_copy import load_rows
+from dash_kernels.kernels.hopper_copy import load_pieces, load_rows
 from dash_kernels.kernels.hopper_shared import (
     CAUSAL_MASK,
-    PIECE,
     WINDOW_MASK,
     arrive_and_wait,
-    pieces,
     read_scalar,
     write_scalar,
 )
@@ -98,17 +96,6 @@ def sequence_of(slot, cu_seqlens_q, sequences, M: gl.constexpr):
 
 
 @gluon.jit
-def load_pieces(
-    desc, b, h, row, rows, end, barrier, tiles, tile, PACKED: gl.constexpr, ROWS: gl.constexpr, D: gl.constexpr
-):  # fmt: skip
-    """Tile number ``tile`` of ROWS rows of Q or K, in as many pieces as its columns take."""
-    mbarrier.expect(barrier, ROWS * D * 2)
-    for piece in gl.static_range(pieces(D)):
-        target = tiles.index(tile * pieces(D) + piece)
-        load_rows(desc, b, h, row, rows, end, barrier, target, PACKED, piece * PIECE)
-
-
-@gluon.jit
 def send_tile(
     q_desc, k_desc, v_desc, q_s, k_s, v_s, words, bars, k_full, v_full, tile, step, b, h, h_kv, row, rows, keys, q_end, k_end,
     lse_row, left, right,
@@ -153,16 +140,19 @@ def send_tile(
     stage = step % STAGES
     if step >= STAGES:
         arrive_and_wait(K_EMPTY + stage, CONSUMERS * 128 + 32)
-    load_pieces(k_desc, b, h_kv, key, keys, k_end, k_full.index(stage), k_s, stage, PACKED, N, D)
+    mbarrier.expect(k_full.index(stage), N * D * 2)
+    load_pieces(k_desc, b, h_kv, key, keys, k_end, k_full.index(stage), k_s, stage, PACKED, D)  # fmt: skip
     for w in gl.static_range(CONSUMERS):
         mbarrier.wait(bars.index(Q_EMPTY + w), (tile & 1) ^ 1)
-        load_pieces(q_desc, b, h, row + w * BAND, rows, q_end, bars.index(Q_FULL + w), q_s, w, PACKED, BAND, D)  # fmt: skip
+        mbarrier.expect(bars.index(Q_FULL + w), BAND * D * 2)
+        load_pieces(q_desc, b, h, row + w * BAND, rows, q_end, bars.index(Q_FULL + w), q_s, w, PACKED, D)  # fmt: skip
     for place in range(end - begin):
         if place < end - begin - 1:
             stage = (step + 1) % STAGES
             if step + 1 >= STAGES:
                 arrive_and_wait(K_EMPTY + stage, CONSUMERS * 128 + 32)
-            load_pieces(k_desc, b, h_kv, key - N, keys, k_end, k_full.index(stage), k_s, stage, PACKED, N, D)  # fmt: skip
+            mbarrier.expect(k_full.index(stage), N * D * 2)
+            load_pieces(k_desc, b, h_kv, key - N, keys, k_end, k_full.index(stage), k_s, stage, PACKED, D)  # fmt: skip
         stage = step % STAGES
         if step >= STAGES:
             arrive_and_wait(V_EMPTY + stage, CONSUMERS * 128 + 32)

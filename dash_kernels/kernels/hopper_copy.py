@@ -83,6 +83,14 @@ def load_rows(desc, b, h, row, rows, end, barrier, target, PACKED: gl.constexpr,
 
 
 @gluon.jit
+def load_pieces(desc, b, h, row, rows, end, barrier, tiles, tile, PACKED: gl.constexpr, D: gl.constexpr):  # fmt: skip
+    """As :func:`load_rows`, of Q or K: tile number ``tile``, in as many pieces as its columns take."""
+    for piece in gl.static_range(pieces(D)):
+        target = tiles.index(tile * pieces(D) + piece)
+        load_rows(desc, b, h, row, rows, end, barrier, target, PACKED, piece * PIECE)
+
+
+@gluon.jit
 def store_rows(desc, b, h, row, rows, source, PACKED: gl.constexpr, col=0):
     """As :func:`load_rows`; for packed sequences ``b`` is the row at which the sequence ends."""
     tile = reinterpret(source, desc.dtype, desc.block_type.shape, desc.layout)
@@ -95,7 +103,7 @@ def store_rows(desc, b, h, row, rows, source, PACKED: gl.constexpr, col=0):
 @gluon.jit
 def producer(
     q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, bars,
-    q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, group, interleave, num_m,
+    q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, splits, group, interleave, num_m,
     left, right, seq_len, seq_len_kv,
     MASK: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr,
     M: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
@@ -121,6 +129,7 @@ def producer(
             j_end = gl.load(arrays + num_items + item + 1)
         b = head // heads_kv
         h_kv = head % heads_kv
+        h_load = h_kv // splits
         for j in range(j_begin, j_end):
             mbarrier.wait(bars.index(TILE_EMPTY + (tile & 1)), ((tile >> 1) & 1) ^ 1)
             write_word(words, tile, HEAD, h_kv)
@@ -165,20 +174,8 @@ def producer(
             kv_full = bars.index(KV_FULL)
             mbarrier.wait(bars.index(KV_EMPTY), (tile & 1) ^ 1)
             mbarrier.expect(kv_full, N * (D + DV) * 2)
-            for piece in gl.static_range(pieces(D)):
-                load_rows(
-                    k_desc,
-                    b,
-                    h_kv,
-                    key,
-                    keys,
-                    k_end,
-                    kv_full,
-                    k_s.index(piece),
-                    PACKED,
-                    piece * PIECE,
-                )
-            load_rows(v_desc, b, h_kv, key, keys, k_end, kv_full, v_s.index(0), PACKED)
+            load_pieces(k_desc, b, h_load, key, keys, k_end, kv_full, k_s, 0, PACKED, D)
+            load_rows(v_desc, b, h_load, key, keys, k_end, kv_full, v_s.index(0), PACKED)
             # The key that the first row of Q tile 0 sees last, counted from this tile's first, plus 1.
             reach = keys - q_rows + right + 1 - key
             for g in range(group if GROUPED else 1):
@@ -202,20 +199,7 @@ def producer(
                     padded = (q_tiles + g * num_m + m_block) * M
                     h = h_kv * group + g
                     mbarrier.expect(q_loaded, M * (D * 2 + 4))
-                    for piece in gl.static_range(pieces(D)):
-                        target = q_s.index(stage * pieces(D) + piece)
-                        load_rows(
-                            q_desc,
-                            b,
-                            h,
-                            q_row,
-                            q_rows,
-                            q_end,
-                            q_loaded,
-                            target,
-                            PACKED,
-                            piece * PIECE,
-                        )
+                    load_pieces(q_desc, b, h, q_row, q_rows, q_end, q_loaded, q_s, stage, PACKED, D)
                     tma_load(lse_desc, [padded], q_loaded, lse_s.index(stage))
                     mbarrier.expect(do_loaded, M * (DV * 2 + 4))
                     load_rows(

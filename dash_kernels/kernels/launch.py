@@ -50,7 +50,7 @@ from dash_kernels.kernels.sequences import (
     plan_sequences,
     reaches,
 )
-from dash_kernels.problem import Config, Problem, hopper_dims, padded_head_dim
+from dash_kernels.problem import Config, Problem, head_splits, hopper_dims, padded_head_dim
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +144,10 @@ class HopperForm:
 
     q_tiles: int
     rows: int
+    splits: int
     flat_shape: tuple[int, int]
+    dk_shape: tuple[int, ...]
+    dv_shape: tuple[int, ...]
     workspace_words: int
     templates: tuple[dict[str, Any], ...]
     strides: tuple[int, ...]
@@ -186,8 +189,11 @@ def launch_hopper(
     form = plan.forms.get(key)
     if form is None:
         form = plan.forms[key] = _form(plan, num_m, window, q, k, v, out, dout)
+    splits = form.splits
 
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (q, k, v))
+    dq = torch.empty(q.shape, dtype=q.dtype, device=device)
+    dk = torch.empty(form.dk_shape, dtype=k.dtype, device=device)
+    dv = torch.empty(form.dv_shape, dtype=v.dtype, device=device)
     lse2 = torch.empty(form.rows, dtype=torch.float32, device=device)
     delta = torch.empty(form.rows, dtype=torch.float32, device=device)
     accumulated = torch.empty(form.flat_shape, dtype=torch.float32, device=device)
@@ -207,8 +213,8 @@ def launch_hopper(
     run_compiled(
         plan.compiled, backward_hopper, ctas,
         (
-            *map(filled, form.templates, described), workspace, arrays, counts, *sizes, plan.total_heads, heads_kv,
-            heads // heads_kv, plan.interleaved, num_m, *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us,
+            *map(filled, form.templates, described), workspace, arrays, counts, *sizes, plan.total_heads, heads_kv * splits,
+            splits, heads // heads_kv // splits, plan.interleaved, num_m, *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us,
             *factors, scale,
         ),
         form.main,
@@ -219,6 +225,9 @@ def launch_hopper(
         (accumulated, dq, workspace, turn_record(device), q_table, counts, heads, num_m, seq_len, scale),
         form.cast, SMALL_OPTIONS,
     )  # fmt: skip
+    if splits > 1:
+        # PyTorch adds up in fp32 and in an order of the shape alone.
+        dk, dv = (x.unflatten(2, (heads_kv, splits)).sum(3) for x in (dk, dv))
     return dq, dk, dv
 
 
@@ -249,7 +258,9 @@ def _form(
     lse2, flat = (
         torch.empty(shape, dtype=torch.float32, device="meta") for shape in (rows, flat_shape)
     )
-    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (k, v))
+    splits = head_splits(problem, config)
+    dk_shape, dv_shape = ((*x.shape[:2], x.shape[2] * splits, x.shape[3]) for x in (k, v))
+    dk, dv = (torch.empty(shape, dtype=q.dtype, device="meta") for shape in (dk_shape, dv_shape))
     vector = template(lse2, (rows,), (1,), (m,), VECTOR_LAYOUT)
     templates = (
         of_rows(q, m, cols), of_rows(k, n, cols), of_rows(v, n, d_v), of_rows(dout, m, d_v), vector, vector,
@@ -259,7 +270,7 @@ def _form(
     strides = (*out.stride()[:3], *dout.stride()[:3])
     tile = {"BLOCK_M": m, "HEAD_DIM": cols}
     return HopperForm(
-        q_tiles, rows, flat_shape, HEADER_WORDS.value + q_tiles * shares(d), templates, strides,
+        q_tiles, rows, splits, flat_shape, dk_shape, dv_shape, HEADER_WORDS.value + q_tiles * shares(d), templates, strides,
         tuple((s == 1, s % 16 == 0, s >= 1 << 31) for s in strides),
         prepare={
             "ZERO_DQ": config.policy == "unordered", **tile, "HEAD_DIM_V": padded_head_dim(problem.head_dim_v),
@@ -267,7 +278,7 @@ def _form(
             "WIDTH": problem.head_dim_v, "SEMAPHORES": shares(d), "PIECES": pieces(d),
         },
         main={
-            "MASK": mask.value, "SOFTCAP": problem.softcap, "GROUPED": problem.head_group > 1, "PACKED": packed,
+            "MASK": mask.value, "SOFTCAP": problem.softcap, "GROUPED": problem.head_group > splits, "PACKED": packed,
             "DESCENDING": packed and descending_closed_form(config.schedule),
             "M": m, "N": n, "D": d, "DV": d_v, "STAGES": config.num_stages, "DQ_STAGES": config.dq_stages,
             "POLICY": policy, "ORDER_OF_START": plan.cooperative,

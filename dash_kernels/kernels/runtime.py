@@ -6,7 +6,14 @@ import functools
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from dash_kernels.problem import HEAD_DIM_STEP, KERNEL_HEAD_DIMS, Config, Problem, supports
+from dash_kernels.problem import (
+    HEAD_DIM_STEP,
+    KERNEL_HEAD_DIMS,
+    Config,
+    Problem,
+    supports,
+    walked_heads,
+)
 from dash_kernels.schedules import Launch, Packed, TileGrid, build, check, pack
 
 if TYPE_CHECKING:
@@ -46,7 +53,7 @@ class Plan:
     problem: Problem
     grid: TileGrid
     shapes: dict[str, Any]
-    total_heads: int  # (batch, KV head) pairs: what tickets count
+    total_heads: int  # (batch, KV head) pairs as CTAs walk them: what tickets count
     arrays: DeviceArrays | None
     interleaved: int
     sms: int
@@ -93,7 +100,9 @@ def plan_launch(
         raise ValueError(f"config cannot run this problem: {support.reason}")
     grid, order = TileGrid.for_config(problem, config), Launch.for_config(config)
     heads_kv = problem.heads_kv
-    total_heads = heads_kv * (1 if problem.varlen else problem.batch)
+    total_heads, head_group = walked_heads(problem, config)
+    if problem.varlen:  # one sample to the kernel
+        total_heads = heads_kv
     sms = torch.cuda.get_device_properties(device).multi_processor_count
     if not 0 <= sm_margin < sms:
         raise ValueError(f"sm_margin is {sm_margin}; it must leave at least one of the {sms} SMs")
@@ -102,7 +111,7 @@ def plan_launch(
         arrays = device_arrays(config.schedule, config.group, grid, order, device)
         if config.policy == "ordered":
             needed = min_resident(
-                config.schedule, config.group, grid, order, total_heads, problem.head_group
+                config.schedule, config.group, grid, order, total_heads, head_group
             )
     if needed > 1:
         assert arrays is not None

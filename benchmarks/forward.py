@@ -3,7 +3,8 @@
     python benchmarks/forward.py --output benchmarks/results/forward-h200-DATE.json
 
 Ours, PyTorch's flash and cuDNN attention, and flash-attn-4 where it is installed, over the 24 shapes of the peers file (16384
-tokens, hidden 2048, bf16). Every kernel of a shape is sampled in turn, L2 flushed before each sample.
+tokens, hidden 2048, bf16), or other head dims: ``--head-dim 192 --head-dim-v 128``. Every kernel of a shape is sampled in turn,
+L2 flushed before each sample. A kernel that refuses a shape has no figure.
 """
 
 from __future__ import annotations
@@ -40,8 +41,11 @@ def flash_attn_4() -> Any:
     return flash_attn_func
 
 
-def inputs(batch: int, seq_len: int, heads: int, head_dim: int, heads_kv: int = 0) -> list[Any]:
-    shapes = [(batch, seq_len, n, head_dim) for n in (heads, heads_kv or heads, heads_kv or heads)]
+def inputs(
+    batch: int, seq_len: int, heads: int, dims: tuple[int, int], heads_kv: int = 0
+) -> list[Any]:
+    kv = heads_kv or heads
+    shapes = [(batch, seq_len, n, d) for n, d in ((heads, dims[0]), (kv, dims[0]), (kv, dims[1]))]
     return [torch.randn(x, device="cuda", dtype=torch.bfloat16) for x in shapes]
 
 
@@ -74,7 +78,7 @@ def output(found: Any) -> Any:
 def training_steps(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Call]:
     """Forward and backward through autograd."""
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    dout = torch.randn_like(q)
+    dout = torch.randn(*q.shape[:3], v.shape[3], device="cuda", dtype=q.dtype)
 
     def step(attend: Callable[..., Any]) -> Call:
         def run() -> Any:
@@ -89,10 +93,19 @@ def training_steps(q: Any, k: Any, v: Any, causal: bool) -> dict[str, Call]:
     return calls
 
 
-def tflops(calls: dict[str, Call], flops: float, rounds: int, scratch: Any) -> dict[str, float]:
-    """Median of ``rounds`` interleaved samples each."""
-    for call in calls.values():
+def runs(name: str, call: Call) -> bool:
+    try:
         call(), call()
+        torch.cuda.synchronize()
+    except Exception as error:  # a peer's own refusal is part of the answer
+        print(f"{name}: {type(error).__name__}: {str(error).splitlines()[0][:160]}", flush=True)
+        return False
+    return True
+
+
+def tflops(calls: dict[str, Call], flops: float, rounds: int, scratch: Any) -> dict[str, float]:
+    """Median of ``rounds`` interleaved samples each, of those that run."""
+    calls = {name: call for name, call in calls.items() if runs(name, call)}
     samples: dict[str, list[Any]] = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -159,6 +172,7 @@ def main() -> None:
     parser.add_argument(
         "--head-dim", type=lambda x: [int(n) for n in x.split(",")], default=(64, 128)
     )
+    parser.add_argument("--head-dim-v", type=int, default=0, help="default: as --head-dim")
     options = parser.parse_args()
     scratch = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
     found: dict[str, Any] = {
@@ -168,22 +182,25 @@ def main() -> None:
         "rows": [],
     }
     head_dim = options.head_dim[-1]
-    q, k, v = inputs(1, 512, 8, head_dim)
+    dims = head_dim, options.head_dim_v or head_dim
+    q, k, v = inputs(1, 512, 8, dims)
     found["host_us"] = {
-        "forward": {n: host_microseconds(c) for n, c in forwards(q, k, v, True).items()},
-        "training_step": {
-            n: host_microseconds(c) for n, c in training_steps(q, k, v, True).items()
-        },
+        kind: {name: host_microseconds(call) for name, call in calls.items() if runs(name, call)}
+        for kind, calls in (
+            ("forward", forwards(q, k, v, True)),
+            ("training_step", training_steps(q, k, v, True)),
+        )
     }
     found["groups"] = []
     for heads_kv in (32, 8, 1):
-        q, k, v = inputs(4, 4096, 32, head_dim, heads_kv)
-        flops = 3.5 * 4 * 4 * 32 * 4096**2 * head_dim / 2
+        q, k, v = inputs(4, 4096, 32, dims, heads_kv)
+        flops = (8 * dims[0] + 6 * dims[1]) * 4 * 32 * 4096**2 / 2
         step = training_steps(q, k, v, True)["dash"]
         row = {
             "heads": 32,
             "heads_kv": heads_kv,
             "head_dim": head_dim,
+            "head_dim_v": dims[1],
             "mask": "causal",
             "seq_len": 4096,
             "batch": 4,
@@ -193,21 +210,27 @@ def main() -> None:
         )
     print(json.dumps({name: found[name] for name in ("host_us", "groups")}), flush=True)
     for head_dim in options.head_dim:
+        dims = head_dim, options.head_dim_v or head_dim
         for causal in (False, True):
             for seq_len in options.seq_len:
                 batch, heads = TOKENS // seq_len, HIDDEN // head_dim
-                q, k, v = inputs(batch, seq_len, heads, head_dim)
-                flops = 4 * batch * heads * seq_len**2 * head_dim / (2 if causal else 1)
+                q, k, v = inputs(batch, seq_len, heads, dims)
+                pairs = batch * heads * seq_len**2 / (2 if causal else 1)
                 row = {
                     "head_dim": head_dim,
+                    "head_dim_v": dims[1],
                     "mask": "causal" if causal else "full",
                     "seq_len": seq_len,
                 }
+                flops = 2 * pairs * (dims[0] + dims[1])
                 row["forward"] = tflops(forwards(q, k, v, causal), flops, options.rounds, scratch)
                 steps = training_steps(q, k, v, causal)
-                row["training_step"] = tflops(steps, 3.5 * flops, options.rounds, scratch)
+                flops = pairs * (8 * dims[0] + 6 * dims[1])
+                row["training_step"] = tflops(steps, flops, options.rounds, scratch)
                 if seq_len == max(options.seq_len):
-                    row["peak_mib"] = {name: peak_mebibytes(call) for name, call in steps.items()}
+                    row["peak_mib"] = {
+                        name: peak_mebibytes(steps[name]) for name in row["training_step"]
+                    }
                 found["rows"].append(row)
                 print(json.dumps(row), flush=True)
                 options.output.write_text(json.dumps(found, indent=1) + "\n")

@@ -92,6 +92,8 @@ def main() -> None:
         leaves = [x.requires_grad_() for x in (q, k, v)]
         ours = functools.partial(attention, causal=causal, config=portable)
         calls, refused = {"dash_portable": backward_of(ours, leaves, dout)}, {}
+        if head_dim > 128:
+            calls["dash"] = backward_of(functools.partial(attention, causal=causal), leaves, dout)
         for name, attend in peers(head_dim, causal).items():
             try:
                 calls[name] = backward_of(attend, leaves, dout)

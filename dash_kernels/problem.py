@@ -297,7 +297,7 @@ TENSOR_MEMORY_TILES = {
 }
 DEFERRED = "the deferred signal belonged to an earlier Hopper kernel; use signal plain"
 KERNEL_HEAD_DIMS = {"hopper": (64, 128, 256), "portable": (64, 128, 256)}
-KV_TILES = 512  # of a sample: with fewer, CTAs wait for the longest walk (docs/performance.md)
+KV_TILES = 2048  # of a sample: with fewer, CTAs wait for the longest walk (docs/performance.md)
 HEAD_DIM_STEP = 16  # rows that the Hopper kernel reads in place have so many elements or a multiple
 SHARED_MEMORY_LIMIT = {
     (8, 0): 166912,
@@ -337,8 +337,9 @@ def head_splits(problem: Problem, config: Config) -> int:
 
     Each rounds a dK and dV of its own, which are added up afterwards. As many as give a sample at least
     :data:`KV_TILES`; they depend on nothing outside the sample, whose bits are the same alone and in a batch.
+    None where walks are equally long, since no CTA waits for the longest there.
     """
-    if config.backend != "hopper" or problem.varlen:
+    if config.backend != "hopper" or problem.varlen or problem.windowed or not problem.causal:
         return 1
     tiles = problem.heads_kv * -(-problem.seq_len_kv // config.block_n)
     group = problem.head_group

@@ -229,12 +229,13 @@ class Cell:
 
 
 def cell_bytes(problem: Problem) -> int:
-    """GPU memory of a cell: q, dout, out, dq and k, v, dk, dv, and the gradients that they are held against.
+    """GPU memory of a cell: q, dout, out, dq and k, v, dk, dv, shares of these, and the gradients that they are held against.
 
-    These are PyTorch's, or, where it computes no such problem, float64 ones.
+    The latter are PyTorch's, or, where it computes no such problem, float64 ones.
     """
     row = max(problem.head_dim, problem.head_dim_v)
     truth = 1 if peer_runs(problem) else 4
     q_rows = (4 + truth) * problem.seq_len * problem.heads
-    kv_rows = (4 + 2 * truth) * problem.seq_len_kv * problem.heads_kv
+    shares = 2 * problem.head_group if problem.head_group > 1 else 0
+    kv_rows = (4 + 2 * truth + shares) * problem.seq_len_kv * problem.heads_kv
     return 2 * problem.batch * row * (q_rows + kv_rows)

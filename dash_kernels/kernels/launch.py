@@ -50,6 +50,7 @@ from dash_kernels.kernels.sequences import (
     plan_sequences,
     reaches,
 )
+from dash_kernels.kernels.shares import add_shares
 from dash_kernels.problem import Config, Problem, head_splits, hopper_dims, padded_head_dim
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ __all__ = ["Sequences", "TurnTimeout", "backward", "raise_if_turn_missed"]
 
 POLICIES = {"unordered": UNORDERED.value, "ordered": ORDERED.value, "two_pass": NO_DQ.value}
 GLUON_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
+SHARE_ROWS = 16  # rows of dK and dV that one program adds up
 CONSUMER_WARPS = 4  # of each of the two warpgroups; the kernel's own num_warps
 
 
@@ -155,6 +157,7 @@ class HopperForm:
     prepare: dict[str, Any]
     main: dict[str, Any]
     cast: dict[str, Any]
+    add: dict[str, Any]
 
 
 def launch_hopper(
@@ -225,9 +228,15 @@ def launch_hopper(
         (accumulated, dq, workspace, turn_record(device), q_table, counts, heads, num_m, seq_len, scale),
         form.cast, SMALL_OPTIONS,
     )  # fmt: skip
-    if splits > 1:
-        # PyTorch adds up in fp32 and in an order of the shape alone.
-        dk, dv = (x.unflatten(2, (heads_kv, splits)).sum(3) for x in (dk, dv))
+    if splits == 1:
+        return dq, dk, dv
+    shares_of_dk, shares_of_dv = dk, dv
+    dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (k, v))
+    pairs = k.shape[0] * seq_len_kv * heads_kv
+    run_compiled(
+        plan.compiled, add_shares, -(-pairs // SHARE_ROWS), (shares_of_dk, shares_of_dv, dk, dv, pairs), form.add,
+        SMALL_OPTIONS,
+    )  # fmt: skip
     return dq, dk, dv
 
 
@@ -285,5 +294,9 @@ def _form(
         },
         cast={
             "POLICY": policy, **tile, "PIECES": pieces(d), "WIDTH": problem.head_dim, "SEMAPHORES": shares(d),
+        },
+        add={
+            "SPLITS": splits, "COLS": padded_head_dim(problem.head_dim), "COLS_V": padded_head_dim(problem.head_dim_v),
+            "WIDTH": problem.head_dim, "WIDTH_V": problem.head_dim_v, "ROWS": SHARE_ROWS,
         },
     )  # fmt: skip

@@ -24,6 +24,7 @@ GLUON_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
 MASKS = {"full": NO_MASK, "causal": CAUSAL_MASK, "tail": TAIL_MASK, "window": WINDOW_MASK}
 OPTIONS = {"num_warps": 4, "enable_fp_fusion": True}
 LARGEST_HEAD_DIM = 256
+MOST_STAGES = 4
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,10 @@ def _plan(
     cols, cols_v = hopper_dims(head_dim, head_dim_v)
     far = mask == "full" or (mask == "causal" and not packed and min(seq_len, seq_len_kv) >= LONG)
     tile = tile or TILES[cols, far]
+    if tile.stages > MOST_STAGES:
+        raise ValueError(
+            f"the Hopper forward has barriers for {MOST_STAGES} stages; tile has {tile.stages}"
+        )
     if mask == "full" and (packed or seq_len_kv % tile.block_n):
         mask = "tail"
     count, longest = lengths or (0, seq_len_kv)

@@ -1,4 +1,4 @@
-"""The portable kernels under Triton's interpreter, a program of its own: TRITON_INTERPRET counts only at import.
+"""The portable kernels, and the Hopper backward's passes before and after its main one, under Triton's interpreter, a program of its own: TRITON_INTERPRET counts only at import.
 
 Reads cases as JSON lines, prints one JSON line a case. The interpreter runs one CTA after another and knows no
 assembly, so the turnstile is replaced by three functions of the same meaning: here a turn that has not come is an error.
@@ -16,10 +16,12 @@ from typing import Any
 import torch
 import triton.language as tl
 
+import dash_kernels.kernels.cast_flat as flat_kernels
 from dash_kernels.kernels import backward_portable as portable
 from dash_kernels.kernels import forward_portable, runtime
 from dash_kernels.kernels import portable_kernels as kernels
 from dash_kernels.kernels import sequences as sequence_kernels
+from dash_kernels.kernels.hopper_shared import HEADER_WORDS, ORDERED, flat_order, half_order
 from dash_kernels.kernels.sequences import Sequences, plan_sequences
 from dash_kernels.problem import Config
 from dash_kernels.schedules import Launch, TileGrid, default_launch
@@ -49,6 +51,12 @@ def wait_for_turn(came: Any, semaphore: Any, turn: Any, workspace: Any, bound_ns
 def replace_turnstile() -> None:
     for replacement in (peek_turn, signal_turn, wait_for_turn):
         setattr(kernels, replacement.__name__, replacement)
+
+
+def replace_gluon() -> None:
+    """What cast_flat takes from Gluon's compiler, by functions of the same meaning."""
+    flat_kernels.permute_axes = lambda value, order: tl.permute(value, order)
+    flat_kernels.bits = lambda count: [2] * count
 
 
 def odd_strides(x: torch.Tensor) -> torch.Tensor:
@@ -263,16 +271,68 @@ def plan(case: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def flat(case: dict[str, Any]) -> dict[str, Any]:
+    """Whether cast_flat gives dQ of a flat accumulator, zeros where a Q tile's first semaphore counts nothing."""
+    m, cols, pieces = case["block_m"], case["cols"], case["pieces"]
+    batch, heads, seq_len, width = 2, 2, 2 * m - 20, case["width"]
+    tiles = batch * heads * 2
+    order = half_order(cols) if pieces > 1 else flat_order(m, cols)
+    rows = torch.randn(tiles, m, pieces, cols)
+    axes = [1 + axis for axis in order]
+    cut = [rows[:, :, i].reshape(tiles, *[2] * len(axes)).permute(0, *axes) for i in range(pieces)]
+    accumulated = torch.stack([piece.reshape(tiles, m * cols) for piece in cut], 1)
+    counted = torch.ones(tiles, case["semaphores"], dtype=torch.int32)
+    counted[1, 0] = 0
+    accumulated[1], rows[1] = NAN, 0.0
+    header = torch.zeros(HEADER_WORDS.value, dtype=torch.int32)
+    dq = poisoned(batch, seq_len, heads, width, dtype=DTYPE)
+    flat_kernels.cast_flat[(tiles,)](
+        accumulated, dq, torch.cat([header, counted.flatten()]), header.clone(), None, None, heads, 2, seq_len, 0.5,
+        POLICY=ORDERED.value, BLOCK_M=m, HEAD_DIM=cols, PIECES=pieces, WIDTH=width, SEMAPHORES=case["semaphores"],
+    )  # fmt: skip
+    wanted = (rows * 0.5).reshape(batch, heads, 2 * m, pieces * cols).transpose(1, 2)
+    return {"equal": torch.equal(dq, wanted[:, :seq_len, :, :width].to(DTYPE))}
+
+
+def prepare(case: dict[str, Any]) -> dict[str, Any]:
+    """What prepare_tiles leaves for the Hopper kernel: error of delta, and whether LSE, dQ and semaphores are as they must be."""
+    m, width, heads, num_m = case["block_m"], case["width"], 2, 2
+    seq_len, tiles = 2 * m - 20, heads * num_m
+    out, dout = (odd_strides(torch.randn(1, seq_len, heads, width).to(DTYPE)) for _ in range(2))
+    lse = torch.randn(1, heads, seq_len)
+    lse2, delta = (poisoned(heads, num_m * m, dtype=torch.float32) for _ in range(2))
+    dq = poisoned(tiles, case["pieces"], m * case["cols"], dtype=torch.float32)
+    words = poisoned(HEADER_WORDS.value + tiles * case["semaphores"], dtype=torch.int32)
+    kernels.prepare_tiles[(tiles,)](
+        out, dout, lse, lse2, delta, dq, words, *out.stride()[:3], *dout.stride()[:3], heads, num_m, seq_len,
+        ZERO_DQ=True, BLOCK_M=m, HEAD_DIM=case["cols"], HEAD_DIM_V=case["cols_v"], WIDTH=width,
+        SEMAPHORES=case["semaphores"], PIECES=case["pieces"],
+    )  # fmt: skip
+    wanted = (out.double() * dout.double()).sum(-1)[0].T
+    return {
+        "error": (delta[:, :seq_len].double() - wanted).abs().max().item(),
+        "past_the_end": torch.equal(lse2[:, seq_len:], torch.full((heads, 20), math.inf)),
+        "lse": torch.allclose(lse2[:, :seq_len], lse[0] / math.log(2)),
+        "cleared": not dq.any() and not words[HEADER_WORDS.value :].any(),
+    }
+
+
 def main() -> None:
     replace_turnstile()
+    replace_gluon()
     torch.empty = poisoned
     for line in sys.stdin:
         torch.manual_seed(0)
         case = json.loads(line)
         try:
-            answer = {"backward": backward, "forward": forward, "plan": plan}[
-                case.get("what", "backward")
-            ](case)
+            asked = {
+                "backward": backward,
+                "forward": forward,
+                "plan": plan,
+                "flat": flat,
+                "prepare": prepare,
+            }
+            answer = asked[case.get("what", "backward")](case)
         except Exception as error:  # whatever the interpreter makes of it, the test reads it
             answer = {"raised": repr(error) + repr(error.__cause__)}
         print(json.dumps(answer), flush=True)

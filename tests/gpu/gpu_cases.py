@@ -11,7 +11,14 @@ torch = pytest.importorskip("torch")
 
 from dash_kernels import reference  # noqa: E402
 from dash_kernels.device import current_gpu  # noqa: E402
-from dash_kernels.problem import Config, Problem, padded_head_dim, supports  # noqa: E402
+from dash_kernels.problem import (  # noqa: E402
+    HOPPER_TILES,
+    Config,
+    Problem,
+    hopper_dims,
+    padded_head_dim,
+    supports,
+)
 from dash_kernels.schedules import SCHEDULES, Launch, TileGrid, build, check, default_launch  # noqa: E402
 from dash_kernels.testing import Error, budgets_of, make_inputs  # noqa: E402
 
@@ -21,6 +28,9 @@ MASKS = ("full", "causal")
 # (Sq, Sk): whole tiles, ragged, Sq < Sk, Sq > Sk
 LENGTHS = ((512, 512), (333, 333), (127, 300), (700, 129))
 NAN_WORD = 0x7FC07FC0  # NaN as bf16, fp16 and fp32 alike
+# (head_dim, head_dim of V) of the Hopper backward's kernels above 128, and of tensors narrower than its tiles
+WIDE = ((256, 256), (192, 128))
+NARROWER = ((96, 96), (160, 96), (40, 136))
 # Of the Hopper forward: mask, window, softcap, packed, head_dim: each value of one with most of each other, few kernels
 FORWARD_FORMS = (
     ("causal", (100, -1), 0.0, False, 64),
@@ -36,9 +46,11 @@ FORWARD_FORMS = (
 )
 
 
-def config_for(kind: str, backend: str, head_dim: int, policy: str = "ordered") -> Config:
-    """A config of this kind with the launch that fits it and tiles that this chip runs."""
-    dim = padded_head_dim(head_dim)
+def config_for(
+    kind: str, backend: str, head_dim: int, policy: str = "ordered", head_dim_v: int = 0
+) -> Config:
+    """A config of this kind with the launch that fits it and tiles that this chip runs; ``head_dim_v`` 0: the same."""
+    dim = padded_head_dim(max(head_dim, head_dim_v))
     launch = default_launch(kind)
     group = 3 if SCHEDULES[kind].takes_group else 1
     common: dict[str, Any] = {
@@ -49,8 +61,16 @@ def config_for(kind: str, backend: str, head_dim: int, policy: str = "ordered") 
         "heads_interleaved": launch.heads,
     }
     if backend == "hopper":
-        tile = {"block_m": 128 if dim == 64 else 64, "block_n": 128}
-        return Config(backend="hopper", **tile, **common)
+        columns, _ = hopper_dims(head_dim, head_dim_v or head_dim)
+        block_m, block_n = HOPPER_TILES[columns][0]
+        stages = 1 if columns == 256 else 2
+        return Config(
+            backend="hopper", block_m=block_m, block_n=block_n, num_stages=stages, **common
+        )
+    if dim == 256:
+        return Config(
+            backend="portable", num_warps=8, num_stages=2, block_m=32, block_n=64, **common
+        )
     tile = {"block_m": 64, "block_n": 64} if dim == 128 else {"block_m": 64, "block_n": 128}
     return Config(backend="portable", num_warps=8, num_stages=3, **tile, **common)
 

@@ -136,18 +136,20 @@ def option_case(variant: tuple[Any, ...], combination: tuple[Any, ...], backend:
 
 
 def warm(variant: tuple[Any, ...], backend: str) -> None:
-    """Compile what the combinations of a variant launch."""
+    """Compile what the combinations of a variant launch; not again what the served backend is already."""
     for combination in COMBINATIONS[:2]:
-        option_case(variant, combination, backend).run()
+        case = option_case(variant, combination, backend)
+        if backend == "served" or not served_by_portable(case.problem):
+            case.run()
     torch.cuda.synchronize()
 
 
-WARM = tuple(
-    (variant, backend)
-    for variant in VARIANTS
-    for backend in BACKENDS
-    if backend == "served" or max(variant[1]) <= 128
-)
+def served_by_portable(problem: Problem) -> bool:
+    """Whether the default rule takes the portable backend on this chip, so that both backends are one."""
+    return default_config(problem, current_gpu().capability).backend == "portable"
+
+
+WARM = tuple((variant, backend) for variant in VARIANTS for backend in BACKENDS)
 
 if __name__ == "__main__":
     warm(*WARM[int(sys.argv[1])])

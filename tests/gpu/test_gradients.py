@@ -9,6 +9,8 @@ from gpu_cases import (
     LENGTHS,
     MASKS,
     NAN_WORD,
+    NARROWER,
+    WIDE,
     config_for,
     exact_and_budgets,
     exact_gradients,
@@ -17,6 +19,8 @@ from gpu_cases import (
 )
 
 from dash_kernels import Config, Problem, attention, choose, verify
+from dash_kernels.default_rule import default_config
+from dash_kernels.device import current_gpu
 from dash_kernels.testing import (
     GRADIENTS,
     error_budget,
@@ -41,11 +45,13 @@ def assert_within_budget(problem: Problem, config: Config | None) -> None:
         )
 
 
-def problems(mask: str, head_dim: int, dtype: str) -> list[Problem]:
+def problems(mask: str, head_dim: int, dtype: str, head_dim_v: int = 0) -> list[Problem]:
     return [
-        Problem(mask, head_dim, seq_len, dtype, batch=2, heads=3, seq_len_kv=seq_len_kv)
+        Problem(
+            mask, head_dim, seq_len, dtype, batch=2, heads=3, seq_len_kv=seq_len_kv, head_dim_v=head_dim_v
+        )
         for seq_len, seq_len_kv in LENGTHS
-    ]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -77,6 +83,38 @@ def test_the_other_policies(backend: str, policy: str, mask: str, head_dim: int)
     for problem in problems(mask, head_dim, "bfloat16"):
         skip_unless_supported(config, problem)
         assert_within_budget(problem, config)
+
+
+@pytest.mark.parametrize("head_dims", WIDE, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_above_head_dim_128(kind: str, mask: str, head_dims: tuple[int, int]) -> None:
+    config = config_for(kind, "hopper", head_dims[0], head_dim_v=head_dims[1])
+    for problem in problems(mask, head_dims[0], "bfloat16", head_dims[1]):
+        skip_unless_supported(config, problem)
+        assert_within_budget(problem, config)
+
+
+@pytest.mark.parametrize("head_dims", WIDE, ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_unordered_above_head_dim_128(mask: str, head_dims: tuple[int, int]) -> None:
+    config = config_for("ascending", "hopper", head_dims[0], "unordered", head_dims[1])
+    for problem in problems(mask, head_dims[0], "bfloat16", head_dims[1]):
+        skip_unless_supported(config, problem)
+        assert_within_budget(problem, config)
+
+
+@pytest.mark.parametrize("head_dims", [*WIDE, *NARROWER], ids=str)
+@pytest.mark.parametrize("mask", MASKS)
+def test_the_default_config_of_head_dims_between_and_unlike(
+    mask: str, head_dims: tuple[int, int]
+) -> None:
+    """Rows that the kernel's tiles are wider than, grouped heads, lengths that fill no tile."""
+    dim, dim_v = head_dims
+    problem = Problem(
+        mask, dim, 333, batch=2, heads=4, heads_kv=2, seq_len_kv=300, head_dim_v=dim_v
+    )
+    assert_within_budget(problem, default_config(problem, current_gpu().capability))
 
 
 @pytest.mark.parametrize("mask", MASKS)

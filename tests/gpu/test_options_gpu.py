@@ -14,7 +14,15 @@ from typing import Any
 
 import pytest
 from gpu_cases import torch
-from option_cases import BACKENDS, COMBINATIONS, VARIANTS, WARM, OptionCase, option_case
+from option_cases import (
+    BACKENDS,
+    COMBINATIONS,
+    VARIANTS,
+    WARM,
+    OptionCase,
+    option_case,
+    served_by_portable,
+)
 
 from dash_kernels import (
     Config,
@@ -71,7 +79,7 @@ def assert_same(
 
 def skip_pair_of_one(case: OptionCase, backend: str) -> None:
     """Where the served config is portable already, both backends are one."""
-    if backend == "portable" and max(case.problem.head_dim, case.problem.head_dim_v) > 128:
+    if backend == "portable" and served_by_portable(case.problem):
         pytest.skip("served by the portable backend already")
 
 

@@ -19,7 +19,9 @@ from gpu_cases import (  # noqa: E402
     FORWARD_FORMS,
     KINDS,
     LENGTHS,
+    MASKS,
     NUMERICS_CASES,
+    WIDE,
     backward_call,
     config_for,
     numerics_case,
@@ -31,7 +33,7 @@ from dash_kernels.device import current_gpu  # noqa: E402
 from dash_kernels.problem import Problem, supports  # noqa: E402
 
 GROUPS = [
-    (backend, mask, head_dim, dtype)
+    (backend, mask, (head_dim, head_dim), dtype)
     for backend in BACKENDS
     for mask, head_dim, dtype in (
         ("full", 64, "bfloat16"),
@@ -43,16 +45,19 @@ GROUPS = [
         ("causal", 64, "float16"),
     )
 ]  # fmt: skip
+GROUPS += [("hopper", mask, head_dims, "bfloat16") for mask in MASKS for head_dims in WIDE]
 
 
-def warm(backend: str, mask: str, head_dim: int, dtype: str) -> None:
+def warm(backend: str, mask: str, head_dims: tuple[int, int], dtype: str) -> None:
     """Run one backward of each kind, policy and length; kernels compiled already cost milliseconds."""
     policies = ("ordered", "two_pass", "unordered") if dtype == "bfloat16" else ("ordered",)
     for seq_len, seq_len_kv in LENGTHS:
-        problem = Problem(mask, head_dim, seq_len, dtype, batch=2, heads=3, seq_len_kv=seq_len_kv)
+        problem = Problem(
+            mask, head_dims[0], seq_len, dtype, batch=2, heads=3, seq_len_kv=seq_len_kv, head_dim_v=head_dims[1]
+        )  # fmt: skip
         for policy in policies:
             for kind in KINDS if policy == "ordered" else ("ascending",):
-                config = config_for(kind, backend, head_dim, policy)
+                config = config_for(kind, backend, head_dims[0], policy, head_dims[1])
                 if supports(config, problem, current_gpu().capability):
                     backward_call(problem, config)()
     torch.cuda.synchronize()

@@ -1,21 +1,21 @@
 """The backward main kernel for Hopper: one persistent CTA per SM, driven by schedule arrays.
 
 Warp roles (one file each: hopper_compute, hopper_copy). Two warpgroups hold dK and dV of one KV tile in registers and
-run the five matmuls; one producer warp draws tickets, decodes them and keeps the copy engine busy; two
-writer warps add dQ tiles to global memory in their turn, every second step each. A KV tile passes through the roles as
-a small record in shared memory, so a CTA can start loading the next tile while a writer still waits for the turns of
-the last one.
+run the five matmuls; one producer warp draws tickets, decodes them and keeps the copy engine busy; two writer warps add
+dQ tiles to global memory in their turn, every second step each. A KV tile passes through the roles as a small record in
+shared memory, so a CTA can start loading the next tile while a writer still waits for the turns of the last one.
 
-Per step (one Q tile; hopper_step up to head_dim 128): S^T = K Q^T and dP^T = V dO^T, P = exp2(S * scale - LSE), dS = P * (dP - delta), then
-dV += P^T dO, dQ = dS K (through shared memory, both warpgroups' halves), dK += dS^T Q. dQ leaves in a flat permuted
-fp32 layout in which its store to shared memory has no bank conflicts; the cast pass undoes it. dK and dV leave through
-the same ring of stages, so the epilogue needs no buffer and no wait of its own.
+Per step (one Q tile; hopper_step up to head_dim 128): S^T = K Q^T and dP^T = V dO^T, P = exp2(S * scale - LSE),
+dS = P * (dP - delta), then dV += P^T dO, dQ = dS K (through shared memory, both warpgroups' halves), dK += dS^T Q. dQ
+leaves in a flat permuted fp32 layout in which its store to shared memory has no bank conflicts; the cast pass undoes it.
+dK and dV leave through the same ring of stages, so the epilogue needs no buffer and no wait of its own.
 
-Above head_dim 128 registers are too few for that, and hopper_wide (256 columns) and hopper_uneven (192, of V 128) cut the
-step otherwise. dQ then takes turns by parts, one for each writer, which adds its part in every step.
+Above head_dim 128 registers are too few for that, and hopper_wide (256 columns) and hopper_uneven (192, of V 128) cut
+the step otherwise. dQ then takes turns by parts, one for each writer, which adds its part in every step.
 
 Grouped query heads: a KV tile walks its visit once for each query head of its group, in order, and dK and dV stay in
-registers; or several CTAs share the group, and shares.add_shares adds up. Packed sequences: ``arrays`` and ``counts`` are those of a SequencePlan and turns are worked out in closed form.
+registers; or several CTAs share the group, and shares.add_shares adds up. Packed sequences: ``arrays`` and ``counts``
+are those of a SequencePlan and turns are worked out in closed form.
 """
 
 from __future__ import annotations

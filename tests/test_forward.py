@@ -135,9 +135,10 @@ def test_packed_sequences_pass_through_and_too_many_are_refused(
         ({"head_dim_v": 64}, "hopper"),
         ({"capability": (8, 0)}, "flash"),
         ({"capability": (10, 0)}, "flash"),
-        ({"head_dim": 192}, "flash"),
+        ({"head_dim": 192}, "hopper"),
+        ({"head_dim_v": 256}, "hopper"),
         ({"softcap": True}, "hopper"),
-        ({"softcap": True, "head_dim": 192}, "portable"),
+        ({"softcap": True, "head_dim": 192}, "hopper"),
         ({"softcap": True, "capability": (8, 0)}, "portable"),
     ],
 )

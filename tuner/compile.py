@@ -14,7 +14,14 @@ from typing import Any
 
 from dash_kernels.compile_lock import compile_once
 from dash_kernels.device import GpuSpec
-from dash_kernels.problem import Config, Problem, hopper_dims, kernel_dims, padded_head_dim, walked_heads
+from dash_kernels.problem import (
+    Config,
+    Problem,
+    hopper_dims,
+    kernel_dims,
+    padded_head_dim,
+    walked_heads,
+)
 from tuner.failures import CandidateError
 
 # Share of the matrix peak that the Hopper kernel reaches between waits, as profiled on an H200: it only ranks candidates.
@@ -36,7 +43,12 @@ def kernel_identity(problem: Problem, config: Config, cooperative: bool = False)
         config.backend == "hopper" and not problem.varlen
     ):  # packed sequences have the order built in
         shared = replace(shared, schedule="ascending", group=1)
-    shape = [_columns(problem, config.backend), problem.dtype, problem.mask, walked_heads(problem, config)[1]]
+    shape = [
+        _columns(problem, config.backend),
+        problem.dtype,
+        problem.mask,
+        walked_heads(problem, config)[1],
+    ]
     shape += [problem.windowed, problem.softcap, problem.varlen]
     cut = [problem.seq_len % config.block_m != 0, problem.seq_len_kv % config.block_n != 0]
     return json.dumps([shared.to_dict(), shape, cut, cooperative], sort_keys=True)
@@ -119,7 +131,10 @@ def _specs(
     dim, dim_v = _columns(problem, config.backend)
     options: dict[str, Any] = {
         name: True
-        for name, on in (("grouped", walked_heads(problem, config)[1] > 1), ("softcap", problem.softcap))
+        for name, on in (
+            ("grouped", walked_heads(problem, config)[1] > 1),
+            ("softcap", problem.softcap),
+        )
         if on
     }
     if config.backend == "hopper":

@@ -204,7 +204,18 @@ def test_more_sequences_than_a_search_looks_at_together(head_dim: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("head_dim", "head_dim_v"), [(40, 40), (96, 96), (128, 64), (72, 8), (8, 128)]
+    ("head_dim", "head_dim_v"),
+    [
+        (40, 40),
+        (96, 96),
+        (128, 64),
+        (72, 8),
+        (8, 128),
+        (160, 96),
+        (192, 128),
+        (136, 200),
+        (256, 256),
+    ],
 )
 def test_narrower_rows_are_read_as_if_zeros_followed(head_dim: int, head_dim_v: int) -> None:
     problem = Problem("causal", head_dim, 333, batch=2, heads=4, heads_kv=2, head_dim_v=head_dim_v)
@@ -249,5 +260,5 @@ def test_what_it_does_not_run_is_refused_by_name() -> None:
         run(q, k.transpose(1, 3).contiguous().transpose(1, 3), v, False)
     with pytest.raises(ValueError, match="dtype"):
         run(q.float(), k.float(), v.float(), False)
-    with pytest.raises(ValueError, match="head_dim 192"):
-        run(*inputs_of(Problem("full", 192, 128)), False)
+    with pytest.raises(ValueError, match="head_dim 264"):
+        run(*inputs_of(Problem("full", 264, 128)), False)

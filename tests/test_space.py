@@ -260,7 +260,8 @@ def specs_of(
         ({"window_left": 63}, {"windowed": True}, {"window": (63, 0)}),
         ({"softcap": True}, {"softcap": True}, {"softcap": True}),
         ({"varlen": True}, {"packed": True}, {"varlen": True}),
-        ({"heads": 4, "heads_kv": 2}, {"grouped": True}, {"grouped": True}),
+        ({"mask": "full", "heads": 4, "heads_kv": 2}, {"grouped": True}, {"grouped": True}),
+        ({"heads": 4, "heads_kv": 2}, {}, {"grouped": True}),  # a CTA a query head: few KV tiles
         ({"head_dim_v": 64}, {}, {"head_dim_v": 64}),
         ({"head_dim": 160, "head_dim_v": 96}, {"head_dim_v": 128}, {"head_dim_v": 128}),
         ({"head_dim": 136}, {"head_dim_v": 256}, {}),
@@ -274,10 +275,11 @@ def test_kernels_are_compiled_in_the_form_that_the_options_run(
 ) -> None:
     problem = Problem(**{"mask": "causal", "head_dim": 96, "seq_len": 1024, **options})
     args, how = specs_of(monkeypatch, problem, "hopper")
-    assert args == (hopper_dims(problem.head_dim, problem.head_dim_v)[0], "bfloat16", True)
+    columns, _ = hopper_dims(problem.head_dim, problem.head_dim_v)
+    assert args == (columns, "bfloat16", problem.causal)
     assert how == {"head_dim_v": 128, "tail": False, "cooperative": False, **hopper}
     args, how = specs_of(monkeypatch, problem, "portable")
-    assert args == (padded_head_dim(problem.head_dim), "bfloat16", True)
+    assert args == (padded_head_dim(problem.head_dim), "bfloat16", problem.causal)
     asked = {"ragged": False, "persistent": False, "capability": HOPPER}
     assert how == {**asked, **portable}
 
@@ -290,7 +292,7 @@ def test_forms_that_differ_have_kernels_of_their_own() -> None:
         replace(plain, window_left=63),
         replace(plain, softcap=True),
         replace(plain, varlen=True),
-        replace(plain, heads_kv=2),
+        replace(plain, heads_kv=2, seq_len=32768, seq_len_kv=32768),
         replace(plain, head_dim=192),
         replace(plain, head_dim=256, head_dim_v=256),
     ]

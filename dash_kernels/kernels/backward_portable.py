@@ -103,6 +103,7 @@ def compile_specs(
         "NUM_WARPS": config.num_warps,
     }
     prepare = {"ZERO_DQ": config.policy == "unordered", **rows, **value_dim}
+    prepare |= {"WIDTH": None, "SEMAPHORES": 1, "PIECES": 1}
     prepare |= {} if dlse else {"dlse": None}
     specs = [
         kernel_spec(kv_tiles, dtype, {**main, **tile, **tables}, main_options(config)),

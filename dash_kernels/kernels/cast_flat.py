@@ -69,7 +69,7 @@ def cast_flat(
             accumulated + (program.to(tl.int64) * PIECES + piece) * (BLOCK_M * HEAD_DIM) + offsets
         )
         if POLICY == TURNS_COUNTED:
-            flat = tl.load(source, mask=offsets < contributions * (BLOCK_M * HEAD_DIM), other=0.0)
+            flat = tl.load(source, mask=contributions != 0, other=0.0)
             flat = tl.where(missed, float("nan"), flat)
         else:
             flat = tl.load(source)

@@ -241,6 +241,7 @@ def consumer(
         first_row = read_word(words, tile, ROW) + CONSUMER * BAND
         rows = read_word(words, tile, ROWS)
         in_lse = read_word(words, tile, LSE_ROW)
+        thread_barrier()  # all warps have read the record
         mbarrier.arrive(bars.index(TILE_EMPTY + (tile & 1)))
         seen = total > 0
         row = gl.arange(0, BAND, O_ROWS)

@@ -84,6 +84,7 @@ def backward(
     """
     import torch
 
+    scale = float(scale)  # an int would be compiled in as a constant
     lengths = None
     if sequences is not None:
         lengths = (*sequences[2:], sequences.cu_seqlens_q.shape[0] - 1)

@@ -36,6 +36,7 @@ def test_the_table_is_the_stored_run() -> None:
         assert figures.split(" | ") == [f"{run[name]:.0f}" for name in COLUMNS]
 
 
+TOGETHER = "Forward and backward together"
 PEERS = {
     "unordered": "dash_unordered",
     "ascending": "dash_ascending",
@@ -47,7 +48,8 @@ PEERS = {
 def test_the_ratios_are_those_of_the_stored_run() -> None:
     """Each ratio is the geometric mean over the shapes that its words name: all, or those of a mask and a head_dim."""
     runs = stored()
-    said = re.findall(r"(\d\.\d\d)x ((?:[^,.]|\.\d)+)", " ".join(SECTION.split()))
+    backwards, _ = SECTION.split(TOGETHER)
+    said = re.findall(r"(\d\.\d\d)x ((?:[^,.]|\.\d)+)", " ".join(backwards.split()))
     found = set()
     for figure, words in said:
         (peer,) = (name for word, name in PEERS.items() if word in words)
@@ -64,3 +66,18 @@ def test_the_ratios_are_those_of_the_stored_run() -> None:
     assert found == set(PEERS.values())
     ahead = sum(r["dash_best"] >= r["fa4_det"] for r in runs.values())
     assert f"in {ahead} of {len(runs)} shapes" in SECTION
+
+
+def test_the_ratios_of_whole_steps_are_those_of_the_stored_runs() -> None:
+    _, steps = SECTION.split(TOGETHER)
+    said = re.findall(r"(\d\.\d\d)x", steps)
+    day = re.findall(r"peers-(h200-[\d-]+)\.json", SECTION)[0]
+    for figure, dims in zip(said, (("64", "128"), ("192-128",), ("256",)), strict=True):
+        ratios = [
+            row["training_step"]["dash"] / row["training_step"]["fa4_det"]
+            for dim in dims
+            for row in json.loads(
+                (ROOT / "benchmarks" / "results" / f"forward-{dim}-{day}.json").read_text()
+            )["rows"]
+        ]
+        assert figure == f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.2f}", dims

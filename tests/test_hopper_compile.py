@@ -45,9 +45,9 @@ def test_shipped_winners_compile_to_what_the_table_says(
     Spills of up to 128 bytes a thread are the writers' and what is read once a KV tile; a matmul operand that spilled
     would cost hundreds.
     """
-    reports = compiled(triton_pythons[0], tmp_path, "--shipped")
+    reports = compiled(triton_pythons[0], tmp_path, "--shipped", "--max-head-dim", "256")
     assert {report["mask"] for report in reports} == {"full", "causal"}
-    assert {report["head_dim"] for report in reports} == {64, 128}
+    assert {report["head_dim"] for report in reports} == {64, 128, 192, 256}
     for report in reports:
         assert report["spill_bytes"] <= 128, report
         assert report["warnings"] == [], report
@@ -71,7 +71,7 @@ def test_a_largest_head_dim_below_all_that_are_shipped_is_refused_with_the_choic
 ) -> None:
     assert compile_command(["--shipped", "--max-head-dim", "8"]) == 2
     out, err = capsys.readouterr()
-    remedy = "choose --max-head-dim (MAX_HEAD_DIM) from 64, 128"
+    remedy = "choose --max-head-dim (MAX_HEAD_DIM) from 64, 128, 192, 256"
     assert (out, err) == ("", f"error: no shipped winner has a head_dim of 8 or less; {remedy}\n")
 
 

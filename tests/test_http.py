@@ -337,7 +337,7 @@ def test_family_and_default_answer_only_who_asks(client: TestClient) -> None:
     default = client.get("/best?mask=causal&d=96&s=4096&allow_default=true").json()
     assert (default["matched"], default["release"], default["best"]["tflops"]) == (
         "default",
-        "default-2",
+        "default-3",
         None,
     )
     assert default["best"]["config"]["backend"] == "hopper"

@@ -87,33 +87,38 @@ def test_a_hardware_barrier_that_triton_takes_too_is_a_warning() -> None:
 
 def test_symmetric_shift_costs_no_registers(triton_pythons: list[Path], tmp_path: Path) -> None:
     """The paper's kind spilled at head_dim 128; read from arrays it has the registers of every other kind."""
-    for head_dim, block_m in ((64, 128), (128, 64)):
+
+    def pair(head_dim: int, block_m: int) -> list[dict[str, Any]]:
         tile = {"block_m": block_m}
         shift = {**tile, "schedule": "symmetric_shift", "launch_order": "ascending"}
-        pair = [
+        return [
             compiled(triton_pythons[0], tmp_path, "--head-dim", str(head_dim), "--config", *arguments)[0]
             for arguments in ([json.dumps(shift), "--cooperative"], [json.dumps(tile)])
         ]  # fmt: skip
-        assert pair[0]["registers"] == pair[1]["registers"]
-        assert pair[0]["spill_bytes"] == pair[1]["spill_bytes"]
+
+    with ThreadPoolExecutor(2) as pool:
+        for shifted, plain in pool.map(pair, (64, 128), (128, 64)):
+            assert shifted["registers"] == plain["registers"]
+            assert shifted["spill_bytes"] == plain["spill_bytes"]
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--mask", "full", "--dtype", "float16"],
-        ["--mask", "causal", "--config", '{"policy": "unordered"}'],
-        ["--cooperative", "--config", '{"schedule": "symmetric_shift", "launch_order": "ascending"}'],
-        ["--head-dim", "64", "--dtype", "float16", "--config", '{"block_m": 128}'],
-    ],
-)  # fmt: skip
-def test_every_form_compiles_with_the_newest(
-    triton_pythons: list[Path], tmp_path: Path, arguments: list[str]
-) -> None:
-    (report,) = compiled(triton_pythons[-1], tmp_path, *arguments)
-    assert report["kernel"] == "backward_hopper"
-    assert report["warnings"] == []
-    assert 0 < report["shared_bytes"] <= 232448
+FORMS_OF_THE_NEWEST = (
+    ["--mask", "full", "--dtype", "float16"],
+    ["--mask", "causal", "--config", '{"policy": "unordered"}'],
+    ["--cooperative", "--config", '{"schedule": "symmetric_shift", "launch_order": "ascending"}'],
+    ["--head-dim", "64", "--dtype", "float16", "--config", '{"block_m": 128}'],
+)
+
+
+def test_every_form_compiles_with_the_newest(triton_pythons: list[Path], tmp_path: Path) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        found = pool.map(
+            lambda form: compiled(triton_pythons[-1], tmp_path, *form), FORMS_OF_THE_NEWEST
+        )
+        for (report,) in found:
+            assert report["kernel"] == "backward_hopper"
+            assert report["warnings"] == []
+            assert 0 < report["shared_bytes"] <= 232448
 
 
 FORMS = """
@@ -130,15 +135,15 @@ for *dims, causal, options in json.loads(sys.argv[1]):
     print(json.dumps({**asdict(compile_spec(spec, (9, 0))), "counted": hopper_shared_bytes(config, *dims)}))
 """
 EVERY_OPTION = dict.fromkeys(("grouped", "windowed", "softcap", "packed"), True)
-NO_MASK, CAUSAL, TAIL = (False, {}), (True, {}), (False, {"tail": True})
+TAIL = False, {"tail": True}
 
 
 @pytest.mark.parametrize(
     ("head_dims", "masks", "spilled", "spilled_newest"),
     [
         ((64, 64), [], [1564], 1612),
-        ((256, 256), [NO_MASK, CAUSAL, TAIL], [0, 0, 0, 0], 0),
-        ((192, 128), [NO_MASK, CAUSAL], [220, 28, 100], 468),
+        ((256, 256), [TAIL], [0, 0], 0),
+        ((192, 128), [TAIL], [220, 36], 468),
     ],
     ids=["64", "256", "192/128"],
 )
@@ -148,7 +153,7 @@ def test_every_option_at_once_keeps_what_its_loops_carry(
 ) -> None:  # fmt: skip
     """Triton 3.6 dropped the step at which a grouped head begins, and the launch hung; 3.9 does not drop it.
 
-    The options have a window; of the kernels above head_dim 128 the oldest compiles other masks too, each alone. None
+    The options have a window; of the kernels above head_dim 128 the oldest compiles the cut last tile too. None
     spills more than it did when this was written, and what problem.py counts of shared memory is enough for all.
     """
 

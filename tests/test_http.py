@@ -342,8 +342,9 @@ def test_family_and_default_answer_only_who_asks(client: TestClient) -> None:
     )
     assert default["best"]["config"]["backend"] == "hopper"
     assert rungs(default)[-1] == ("default", True)
-    wide = client.get("/best?mask=causal&d=256&s=4096&allow_default=true").json()
-    assert wide["best"]["config"]["backend"] == "portable"
+    wide = client.get("/best?mask=causal&d=160&s=4096&allow_default=true").json()
+    assert wide["matched"] == "default"
+    assert (wide["best"]["config"]["backend"], wide["best"]["config"]["block_n"]) == ("hopper", 64)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
+import os
 import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -284,6 +288,25 @@ def shipped_winners(max_head_dim: int = sys.maxsize) -> list[Wanted]:
     return list(found.values())
 
 
+def _line(wanted: Wanted) -> str:
+    found = compile_backward(
+        wanted.config, head_dim=wanted.head_dim, head_dim_v=wanted.head_dim_v, dtype=wanted.dtype,
+        causal=wanted.mask == "causal", capability=wanted.capability, cooperative=wanted.cooperative,
+    )  # fmt: skip
+    return json.dumps({**wanted._asdict(), "config": wanted.config.to_dict(), **asdict(found)})
+
+
+def _lines(work: list[Wanted]) -> Iterator[str]:
+    """A JSON line each, in order; several are compiled at once, a process a core."""
+    processes = min(len(work), os.cpu_count() or 1)
+    if processes == 1:
+        yield from map(_line, work)
+        return
+    # Spawned: Triton's own threads do not survive a fork.
+    with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
+        yield from pool.map(_line, work)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m dash_kernels.kernels.compile", description=__doc__
@@ -316,17 +339,8 @@ def main(arguments: list[str] | None = None) -> int:
                     config, options.cooperative,
                 )
             ]  # fmt: skip
-        for wanted in work:
-            found = compile_backward(
-                wanted.config, head_dim=wanted.head_dim, head_dim_v=wanted.head_dim_v, dtype=wanted.dtype,
-                causal=wanted.mask == "causal", capability=wanted.capability, cooperative=wanted.cooperative,
-            )  # fmt: skip
-            print(
-                json.dumps(
-                    {**wanted._asdict(), "config": wanted.config.to_dict(), **asdict(found)}
-                ),
-                flush=True,
-            )
+        for line in _lines(work):
+            print(line, flush=True)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -187,7 +187,7 @@ class Config:
     ``schedule`` and ``group`` name a kind in the registry (``group`` is grouped_shift's number of CTAs a head).
     ``launch_order`` is the order in which a head's items are handed to CTAs, ``heads_interleaved`` how many heads
     take turns in it (0: all of them); neither can change bits. ``num_stages`` counts Q/dO stages, ``dq_stages``
-    the fp32 dQ stages of the Hopper kernel. ``signal`` is plain: the turnstile is released after each reduce. Rows of an
+    the fp32 dQ stages of the Hopper kernel, which runs two; rows of earlier ones have three. ``signal`` is plain: the turnstile is released after each reduce. Rows of an
     earlier kernel may say deferred (after the next reduce was issued); :func:`supports` refuses it.
     """
 
@@ -455,12 +455,13 @@ def _not_on_hopper(config: Config, problem: Problem, capability: tuple[int, int]
         return f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}"
     if config.num_warps != 8:
         return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
-    if config.dq_stages < 2:
-        return "backend hopper needs dq_stages >= 2: dK and dV leave through two of them at once"
-    if dim > 128 and config.dq_stages != 2:
-        return f"above head_dim 128 backend hopper has two dQ stages, a share each; dq_stages is {config.dq_stages}"
-    if max(config.num_stages, config.dq_stages) > 4:
-        return "backend hopper has barriers for 4 stages: num_stages and dq_stages go up to 4"
+    if config.dq_stages != 2:
+        # Of three, a writer that is ahead could take what was handed to the other.
+        return (
+            f"backend hopper has two dQ stages, one a writer; dq_stages is {config.dq_stages}"
+        )
+    if config.num_stages > 4:
+        return "backend hopper has barriers for 4 stages: num_stages goes up to 4"
     if config.signal == "deferred":
         return DEFERRED
     if config.policy == "two_pass":

@@ -41,7 +41,7 @@ def test_only_configs_of_the_key_stand_beside_the_baseline(store: Store) -> None
     others = [c for c in found if key_of(c.config) != key]
     assert {c.config for c in others} == {baseline_config(found[0].problem, HOPPER)}
     same = [c.config for c in found if key_of(c.config) == key]
-    for name in ("heads_interleaved", "dq_stages"):
+    for name in ("heads_interleaved", "num_stages"):
         assert len({getattr(config, name) for config in same}) > 1
     assert {config.launch_order for config in same} == {"descending"}, "its own: monotone"
 

@@ -14,7 +14,6 @@ from tuner.results import ResultFilter, Store
 from tuner.space import INTERLEAVED, Candidate, SpaceFilter, baseline_config, space
 
 STAGES = (1, 2, 3, 4)
-DQ_STAGES = (2, 3, 4)
 BITS = ("capability", "torch", "triton", "ptxas", "kernel_hash")  # of the environment
 
 
@@ -73,15 +72,13 @@ def _chosen_keys(key: str, problems: Iterable[Problem], gpu: str) -> dict[Proble
 def _variants(config: Config, problem: Problem) -> Iterable[tuple[int, Config]]:
     """The config in all that cannot change a bit: heads interleaved, then stages."""
     total = problem.batch * problem.heads_kv
-    dq_stages = DQ_STAGES if config.backend == "hopper" else (config.dq_stages,)
     yield 0, config
     for heads in (1, *INTERLEAVED, 0):
         if heads < total:
             yield 1, replace(config, heads_interleaved=heads)
-    for heads, stages, dq in product((1, *INTERLEAVED, 0), STAGES, dq_stages):
+    for heads, stages in product((1, *INTERLEAVED, 0), STAGES):
         if heads < total:
-            deep = replace(config, num_stages=stages, dq_stages=dq)
-            yield 2, replace(deep, heads_interleaved=heads)
+            yield 2, replace(config, num_stages=stages, heads_interleaved=heads)
 
 
 def _explained(key: str, gpu: str, about: dict[str, Any], store: Store) -> str:

@@ -264,10 +264,7 @@ def _tiers(
         tile = replace(winner, block_m=block_m, block_n=block_n)
         yield 3, replace(tile, num_stages=winner.num_stages + 1)
         if backend == "hopper":
-            fewer = max(1, winner.num_stages - 1)  # leaves room for a dQ stage more
-            yield 3, replace(tile, num_stages=fewer)
-            for stages in (fewer, winner.num_stages):
-                yield 3, replace(tile, num_stages=stages, dq_stages=winner.dq_stages + 1)
+            yield 3, replace(tile, num_stages=max(1, winner.num_stages - 1))
     for group in groups[1:]:
         yield 3, _of_kind(base, "grouped_shift", group=group)
     portable = _base(problem, capability, "portable")

@@ -96,7 +96,6 @@ LEFT_OUT: tuple[dict[str, Any], ...] = (
     {"num_stages": 1},
     {"num_stages": 2},
     {"num_stages": 3},
-    {"dq_stages": 3},
 )
 NUMERICS_CASES = (
     ("shortest_first", "causal", 128),

@@ -19,7 +19,10 @@ from dash_kernels.schedules import Launch, TileGrid
 
 
 class Plan(NamedTuple):
-    """How the kernels are called for these shapes: ``window`` is (-1, -1) where it hides nothing."""
+    """How the kernels are called for these shapes: ``window`` is (-1, -1) where it hides nothing.
+
+    ``launches`` holds, once there has been a backward, its plan.
+    """
 
     config: Config
     window: tuple[int, int]
@@ -27,6 +30,7 @@ class Plan(NamedTuple):
     head_dim_v: int
     strict: bool  # the backward reads through TMA
     name: str  # of the kernels that run
+    launches: list[Any]
 
     def first(self, what: str) -> AbstractContextManager[None]:
         """The lock of a first launch, which compiles: the processes of a host compile a new kernel once."""
@@ -92,11 +96,16 @@ def backward(
         kernel_ready(pad_head_dim(x, plan.head_dim_v), copies=plan.strict) for x in (dout, v, out)
     )
     lse = lse.contiguous()
+    if not plan.launches:
+        lengths = None if sequences is None else (*sequences[2:], _count(cu_seqlens_q))
+        shapes = q.shape, k.shape, v.shape[3], q.dtype, q.device, lengths
+        form = plan.config, options.causal, plan.window, options.softcap != 0
+        made = launch.backward_plan(*form, *shapes, options.sm_margin, options.allow_resident)
+        plan.launches.append(made)
     with plan.first("backward"):
-        dq, dk, dv = launch.backward(
-            dout, q, k, v, out, lse, config=plan.config, causal=options.causal, scale=options.scale, window=plan.window,
-            softcap=options.softcap, sequences=sequences, dlse=dlse, allow_resident=options.allow_resident,
-            sm_margin=options.sm_margin,
+        dq, dk, dv = launch.launch(
+            plan.launches[0], dout, q, k, v, out, lse, scale=options.scale, window=plan.window, softcap=options.softcap,
+            sequences=sequences, dlse=dlse,
         )  # fmt: skip
     dsink = None
     if sink is not None:
@@ -173,7 +182,7 @@ def resolve(
     dims = kernel_dims(problem, config.backend)
     form = problem.mask, problem.dtype, problem.windowed, problem.softcap, problem.varlen
     name = " ".join(map(str, (config.key(), *dims, *form)))
-    return Plan(config, (left, right), *dims, strict, name)
+    return Plan(config, (left, right), *dims, strict, name, [])
 
 
 def _check_resident(config: Config, problem: Problem, sms: int, options: Options) -> None:

@@ -287,7 +287,7 @@ def flat(case: dict[str, Any]) -> dict[str, Any]:
     header = torch.zeros(HEADER_WORDS.value, dtype=torch.int32)
     dq = poisoned(batch, seq_len, heads, width, dtype=DTYPE)
     flat_kernels.cast_flat[(tiles,)](
-        accumulated, dq, torch.cat([header, counted.flatten()]), header.clone(), None, None, heads, 2, seq_len, 0.5,
+        accumulated, dq, torch.cat([header, counted.flatten()]), None, None, heads, 2, seq_len, 0.5,
         POLICY=ORDERED.value, BLOCK_M=m, HEAD_DIM=cols, PIECES=pieces, WIDTH=width, SEMAPHORES=case["semaphores"],
     )  # fmt: skip
     wanted = (rows * 0.5).reshape(batch, heads, 2 * m, pieces * cols).transpose(1, 2)

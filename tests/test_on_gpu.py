@@ -43,12 +43,19 @@ class Stub:
             out, lse = out[None], lse[None]
         return out.to(q.dtype).contiguous(), lse.float()
 
-    def backward(
-        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, config: Config, allow_resident: bool = False,
-        sm_margin: int = 0, sequences: Any = None, dlse: Any = None, **how: Any,
+    def backward_plan(
+        self, config: Config, causal: bool, window: Any, softcap: bool, q_shape: Any, k_shape: Any, head_dim_v: int,
+        dtype: Any, device: Any, lengths: Any, sm_margin: int, allow_resident: bool,
+    ) -> dict[str, Any]:  # fmt: skip
+        return {"config": config, "sm_margin": sm_margin, "causal": causal}
+
+    def launch(
+        self, plan: dict[str, Any], dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, sequences: Any = None,
+        dlse: Any = None, **how: Any,
     ) -> Any:  # fmt: skip
-        self.backward_call = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "config": config,
-                              "sm_margin": sm_margin, "sequences": sequences, "dlse": dlse, **how}  # fmt: skip
+        self.backward_call = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse,
+                              "sequences": sequences, "dlse": dlse, **plan, **how}  # fmt: skip
+        how["causal"] = plan["causal"]
         if sequences is None:
             grads = reference.attention_gradients(dout, q, k, v, dlse=dlse, **how)
         else:
@@ -69,7 +76,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     made = Stub()
     for name, module in (
         ("forward", types.SimpleNamespace(forward=made.forward)),
-        ("launch", types.SimpleNamespace(backward=made.backward)),
+        ("launch", types.SimpleNamespace(launch=made.launch, backward_plan=made.backward_plan)),
         ("sequences", types.SimpleNamespace(Sequences=Sequences)),
         ("tails", types.SimpleNamespace(clear_output_tail=nothing, clear_gradient_tails=nothing)),
     ):

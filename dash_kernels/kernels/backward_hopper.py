@@ -2,13 +2,14 @@
 
 Warp roles (one file each: hopper_compute, hopper_copy). Two warpgroups hold dK and dV of one KV tile in registers and
 run the five matmuls; one producer warp draws tickets, decodes them and keeps the copy engine busy; two writer warps add
-dQ tiles to global memory in their turn, every second step each. A KV tile passes through the roles as a small record in
-shared memory, so a CTA can start loading the next tile while a writer still waits for the turns of the last one.
+dQ tiles to global memory in their turn, every second step each; one warp carries dK and dV out. A KV tile passes through
+the roles as a small record in shared memory, so a CTA can be at the next tile while a writer still waits for the turns of
+the last one.
 
 Per step (one Q tile; hopper_step up to head_dim 128): S^T = K Q^T and dP^T = V dO^T, P = exp2(S * scale - LSE),
 dS = P * (dP - delta), then dV += P^T dO, dQ = dS K (through shared memory, both warpgroups' halves), dK += dS^T Q. dQ
 leaves in a flat permuted fp32 layout in which its store to shared memory has no bank conflicts; the cast pass undoes it.
-dK and dV leave through the same ring of stages, so the epilogue needs no buffer and no wait of its own.
+dK and dV leave from buffers of dS and, at 128, a stage of dQ, so the epilogue needs none of its own.
 
 Above head_dim 128 registers are too few for that, and hopper_wide (256 columns) and hopper_uneven (192, of V 128) cut
 the step otherwise. dQ then takes turns by parts, one for each writer, which adds its part in every step.
@@ -25,11 +26,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from dash_kernels.kernels.hopper_compute import consumer
-from dash_kernels.kernels.hopper_copy import producer, writer
+from dash_kernels.kernels.hopper_copy import carrier, producer, writer
 from dash_kernels.kernels.hopper_shared import (
     DONE,
     KV_EMPTY,
-    KV_FULL,
     NUM_BARRIERS,
     NUM_WORDS,
     OUT_EMPTY,
@@ -53,7 +53,7 @@ from dash_kernels.kernels.hopper_shared import (
     ]
 )  # fmt: skip
 def backward_hopper(
-    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, workspace, arrays, counts,
+    q_desc, k_desc, v_desc, do_desc, lse_desc, delta_desc, dq_desc, dk_desc, dv_desc, workspace, arrays, counts, record,
     num_items, num_tiles, num_steps, num_heads, heads_kv, splits, group, interleave, num_m, left, right, seq_len, seq_len_kv,
     bound_us, scale_log2, cap_log2, scale,
     MASK: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr,
@@ -94,11 +94,12 @@ def backward_hopper(
     ring_empty = gl.allocate_shared_memory(gl.int64, [DQ_STAGES, 1], BARRIER)
     for i in gl.static_range(2):
         mbarrier.init(bars.index(TILE_FULL + i), count=1)
-        mbarrier.init(bars.index(TILE_EMPTY + i), count=4)  # two warpgroups, two writers
+        mbarrier.init(
+            bars.index(TILE_EMPTY + i), count=5
+        )  # two warpgroups, two writers, the carrier
         mbarrier.init(bars.index(OUT_FULL + i), count=1 if is_wide(D) else 2)
-    mbarrier.init(bars.index(KV_FULL), count=1)
-    mbarrier.init(bars.index(KV_EMPTY), count=2)
-    mbarrier.init(bars.index(OUT_EMPTY), count=2)
+    mbarrier.init(bars.index(KV_EMPTY), count=1 if is_uneven(D) else 2)
+    mbarrier.init(bars.index(OUT_EMPTY), count=1)
     mbarrier.init(bars.index(DONE), count=2)
     for i in gl.static_range(STAGES):
         mbarrier.init(q_full.index(i), count=1)
@@ -122,12 +123,13 @@ def backward_hopper(
                 q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, splits, group, interleave,
                 num_m, left, right, seq_len, seq_len_kv, MASK, GROUPED, PACKED, DESCENDING, M, N, D, DV, STAGES)),
             (writer, (
-                dq_desc, dk_desc, dv_desc, k_s, v_s, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,
+                dq_desc, dq_s, words, bars, ring_empty, workspace, record, bound_us, arrays, num_steps,
                 num_m, 0, GROUPED, PACKED, DESCENDING, M, N, D, DV, DQ_STAGES, POLICY, ORDER_OF_START)),
             (writer, (
-                dq_desc, dk_desc, dv_desc, k_s, v_s, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps,
+                dq_desc, dq_s, words, bars, ring_empty, workspace, record, bound_us, arrays, num_steps,
                 num_m, 1, GROUPED, PACKED, DESCENDING, M, N, D, DV, DQ_STAGES, POLICY, ORDER_OF_START)),
+            (carrier, (dk_desc, dv_desc, k_s, v_s, ds_s, dq_s, words, bars, PACKED, D, DV, DQ_STAGES)),
         ],
-        [4, 1, 1, 1],
-        [232, 40, 40, 40],
+        [4, 1, 1, 1, 1],
+        [232, 40, 40, 40, 40],
     )  # fmt: skip

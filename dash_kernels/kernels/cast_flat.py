@@ -23,7 +23,7 @@ def row_major_order(block_m, head_dim, pieces):
 
 @triton.jit(do_not_specialize=["heads", "num_m", "seq_len"])
 def cast_flat(
-    accumulated, dq, workspace, record, tiles, counts, heads, num_m, seq_len, scale,
+    accumulated, dq, workspace, tiles, counts, heads, num_m, seq_len, scale,
     POLICY: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, PIECES: tl.constexpr, WIDTH: tl.constexpr,
     SEMAPHORES: tl.constexpr,
 ):  # fmt: skip
@@ -31,12 +31,12 @@ def cast_flat(
     PIECES, BLOCK_M * HEAD_DIM).
 
     Packed sequences: ``tiles`` and ``counts`` of a SequencePlan, ``num_m`` its max_q_tiles. Zero where nothing was
-    added, whatever the accumulator held. NaN everywhere once a turn has not come; then the first program also copies
-    what the workspace header says of it to ``record`` (host memory): 1, head, Q tile, turn and contributions seen.
+    added, whatever the accumulator held. NaN everywhere once a turn has not come.
     """
     BITS: tl.constexpr = (BLOCK_M * HEAD_DIM).bit_length() - 1
     ORDER: tl.constexpr = row_major_order(BLOCK_M, HEAD_DIM, PIECES)
-    program = tl.program_id(0)
+    # Backwards: what the main kernel added last still lies in the L2 cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = program // num_m
     m_block = program % num_m
     first = 0
@@ -57,13 +57,6 @@ def cast_flat(
     if POLICY == TURNS_COUNTED:
         contributions = tl.load(workspace + HEADER + program * SEMAPHORES)
         missed = tl.load(workspace + 1) != 0
-        if missed & (program == 0):
-            late = tl.load(workspace + 2)
-            tl.store(record + 1, late // num_m)
-            tl.store(record + 2, late % num_m)
-            tl.store(record + 3, tl.load(workspace + 3))
-            tl.store(record + 4, tl.load(workspace + 4))
-            tl.store(record, 1)
     for piece in tl.static_range(PIECES):
         source = (
             accumulated + (program.to(tl.int64) * PIECES + piece) * (BLOCK_M * HEAD_DIM) + offsets

@@ -98,7 +98,7 @@ def hopper_spec(
     }  # fmt: skip
     types |= dict.fromkeys(("lse_desc", "delta_desc"), descriptor("fp32", [m], VECTOR_LAYOUT))
     types |= {"dq_desc": descriptor("fp32", [m * d // 256 // shared.dq_boxes(d), 256], FLAT_LAYOUT)}
-    types |= dict.fromkeys(("workspace", "arrays", "counts"), "*i32")
+    types |= dict.fromkeys(("workspace", "arrays", "counts", "record"), "*i32")
     types |= dict.fromkeys(("scale", "scale_log2", "cap_log2"), "fp32")
     if windowed:
         mask = shared.WINDOW_MASK

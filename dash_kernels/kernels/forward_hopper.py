@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import triton
 from triton.experimental.gluon import language as gl
 
+from dash_kernels.kernels.compiled import current_stream, run_compiled
 from dash_kernels.kernels.descriptors import filled, outer_axes, rows_template, tile_layout
 from dash_kernels.kernels.forward_hopper_copy import BAND
 from dash_kernels.kernels.forward_hopper_kernel import forward_main
 from dash_kernels.kernels.hopper_shared import CAUSAL_MASK, NO_MASK, TAIL_MASK, WINDOW_MASK, pieces
-from dash_kernels.kernels.runtime import LOG2E, run_compiled
+from dash_kernels.kernels.runtime import LOG2E, on_device
 from dash_kernels.kernels.sequences import Sequences, is_windowed, reaches
 from dash_kernels.problem import hopper_dims
 
@@ -109,12 +109,13 @@ def forward_hopper(
     # With softcap, S' = cap tanh(x) with x = S scale / cap and tanh from exp2(2 x log2(e)).
     factors = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
     q_rows, k_rows, v_rows, out_rows = plan.templates
-    with torch.cuda.device(device):
+    with on_device(device):
+        stream = current_stream(device)
         run_compiled(
-            plan.compiled, forward_main, plan.ctas,
+            plan.compiled, forward_main, plan.ctas, stream,
             (
                 filled(q_rows, q), filled(k_rows, k), filled(v_rows, v), filled(out_rows, out),
-                lse, _counter(device), *starts, *plan.numbers, *factors,
+                lse, _counter(device, stream), *starts, *plan.numbers, *factors,
             ),
             plan.constexprs, OPTIONS, special=special,
         )  # fmt: skip
@@ -252,8 +253,8 @@ def forward_spec(
 _counters: dict[tuple[Any, int], Tensor] = {}
 
 
-def _counter(device: Any) -> Tensor:
-    """The zero that a launch on the current stream draws its tiles from and leaves a zero.
+def _counter(device: Any, stream: int) -> Tensor:
+    """The zero that a launch on ``stream``, which is current, draws its tiles from and leaves a zero.
 
     One a stream: launches on a stream follow each other. A captured graph gets its own, cleared by the graph, since it
     may be replayed on any stream.
@@ -262,8 +263,7 @@ def _counter(device: Any) -> Tensor:
 
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(1, dtype=torch.int32, device=device)
-    driver = triton.runtime.driver.active
-    key = device, driver.get_current_stream(device.index)
+    key = device, stream
     counter = _counters.get(key)
     if counter is None:
         counter = _counters[key] = torch.zeros(1, dtype=torch.int32, device=device)

@@ -1,4 +1,4 @@
-"""The warps of the Hopper backward that move data: one producer, and two writers that take turns."""
+"""The warps of the Hopper backward that move data: a producer, two writers that take turns, and a carrier."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from dash_kernels.kernels.hopper_shared import (
     KEY,
     KEYS,
     KV_EMPTY,
-    KV_FULL,
     LIMIT,
     MASK_BEGIN,
     MASK_END,
@@ -58,6 +57,7 @@ from dash_kernels.kernels.hopper_shared import (
     write_scalar,
     write_word,
 )
+from dash_kernels.kernels.hopper_step import dk_place, dv_place
 from dash_kernels.kernels.hopper_wide import dk_half
 from dash_kernels.kernels.sequences import KV_TILE_WORDS
 from dash_kernels.kernels.turnstile import (
@@ -171,11 +171,7 @@ def producer(
             write_word(words, tile, COUNT, count)
             write_word(words, tile, STEPS, count * group)
             mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
-            kv_full = bars.index(KV_FULL)
             mbarrier.wait(bars.index(KV_EMPTY), (tile & 1) ^ 1)
-            mbarrier.expect(kv_full, N * (D + DV) * 2)
-            load_pieces(k_desc, b, h_load, key, keys, k_end, kv_full, k_s, 0, PACKED, D)
-            load_rows(v_desc, b, h_load, key, keys, k_end, kv_full, v_s.index(0), PACKED)
             # The key that the first row of Q tile 0 sees last, counted from this tile's first, plus 1.
             reach = keys - q_rows + right + 1 - key
             for g in range(group if GROUPED else 1):
@@ -198,10 +194,24 @@ def producer(
                     q_row = m_block * M
                     padded = (q_tiles + g * num_m + m_block) * M
                     h = h_kv * group + g
-                    mbarrier.expect(q_loaded, M * (D * 2 + 4))
+                    # K comes with a tile's first Q, and V with its first dO: no step has another barrier to wait for.
+                    begins = g + i == 0
+                    if not begins:
+                        mbarrier.expect(q_loaded, M * (D * 2 + 4))
+                    else:
+                        mbarrier.expect(q_loaded, M * (D * 2 + 4) + N * D * 2)
+                        load_pieces(
+                            k_desc, b, h_load, key, keys, k_end, q_loaded, k_s, 0, PACKED, D
+                        )
                     load_pieces(q_desc, b, h, q_row, q_rows, q_end, q_loaded, q_s, stage, PACKED, D)
                     tma_load(lse_desc, [padded], q_loaded, lse_s.index(stage))
-                    mbarrier.expect(do_loaded, M * (DV * 2 + 4))
+                    if not begins:
+                        mbarrier.expect(do_loaded, M * (DV * 2 + 4))
+                    else:
+                        mbarrier.expect(do_loaded, M * (DV * 2 + 4) + N * DV * 2)
+                        load_rows(
+                            v_desc, b, h_load, key, keys, k_end, do_loaded, v_s.index(0), PACKED
+                        )
                     load_rows(
                         do_desc, b, h, q_row, q_rows, q_end, do_loaded, do_s.index(stage), PACKED
                     )
@@ -211,7 +221,6 @@ def producer(
                         m_block += 1
                     else:
                         m_block = gl.load(arrays + first + i + 1)
-            # A ticket drawn while this tile still waits for turns would delay everyone who waits for that ticket's item.
             mbarrier.wait(bars.index(DONE), tile & 1)
             tile += 1
         ticket = draw_ticket(workspace)
@@ -238,15 +247,14 @@ def turn_in_sequence(
 
 @gluon.jit
 def writer(
-    dq_desc, dk_desc, dv_desc, k_s, v_s, dq_s, words, bars, ring_empty, workspace, bound_us, arrays, num_steps, num_m,
+    dq_desc, dq_s, words, bars, ring_empty, workspace, record, bound_us, arrays, num_steps, num_m,
     W: gl.constexpr, GROUPED: gl.constexpr, PACKED: gl.constexpr, DESCENDING: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
     D: gl.constexpr, DV: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, ORDER_OF_START: gl.constexpr,
 ):  # fmt: skip
     """Adds dQ of every second step to global memory in its turn, or, above head_dim 128, its share of every step's.
 
-    At a tile's end writer 0 stores dV and writer 1 dK, or each its half of both. A turn costs a poll, a reduce
-    and a release, each a trip to L2 and back: in one warp they took as long as a step of the matmuls, in two they hide
-    behind them.
+    A turn costs a poll, a reduce and a release, each a trip to L2 and back: in one warp they took as long as a step of
+    the matmuls, in two they hide behind them.
     """
     SHARED: gl.constexpr = shares(D) == 2
     STRIDE: gl.constexpr = 1 if SHARED else 2
@@ -254,6 +262,9 @@ def writer(
     FIRST_BOX: gl.constexpr = W * first_boxes(D) if SHARED else 0
     BOXES: gl.constexpr = first_boxes(D) if W == 0 else M * D // 256 // BOX - FIRST_BOX
     LISTENERS: gl.constexpr = CONSUMER_AND_WARP if SHARED else CONSUMERS_AND_WARP
+    AHEAD: gl.constexpr = (
+        2 if SHARED else 3
+    )  # how many steps before a tile's end the next ticket may be drawn
     semaphores = workspace + HEADER_WORDS
     tile = 0
     mbarrier.wait(bars.index(TILE_FULL), 0)
@@ -264,11 +275,10 @@ def writer(
             mbarrier.arrive(bars.index(DONE))
         else:
             ring = first if SHARED else first + ((first + W) & 1)
-            # The producer may draw the next ticket once no turn but the last step's can hold this tile up; a writer says
-            # so after the last of its steps before that one, or here if it has none. A kind that waits on later CTAs must
-            # not hold a ticket it has not started at all.
+            # DONE lets the producer draw the next ticket. Drawn earlier it would keep others waiting for that ticket's tile
+            # while this one waits for turns; a kind that waits on later CTAs must not hold one it has not started at all.
             if not ORDER_OF_START:
-                if (ring > end - 2) & ((ring != first) | (first == end)):
+                if ring >= end:
                     mbarrier.arrive(bars.index(DONE))
             while ring < end:
                 place = ring - first
@@ -287,18 +297,24 @@ def writer(
                 stage = W if SHARED else ring % DQ_STAGES
                 box = FIRST_BOX if SHARED else stage
                 row = q_tile * (M * D // 256) + FIRST_BOX * BOX
+                if POLICY != UNORDERED:
+                    semaphore = semaphores + (q_tile * 2 + W if SHARED else q_tile)
+                    seen = await_turn(semaphore, turn, workspace, bound_us)
+                    if seen != turn:
+                        report_timeout(
+                            workspace, record, q_tile // num_m, q_tile % num_m, turn, seen
+                        )
+                # This writer's first step among the last of the tile: no turn but those after it can hold the tile up.
+                if not ORDER_OF_START:
+                    if (ring >= end - AHEAD) & (ring - STRIDE < gl.maximum(end - AHEAD, first)):
+                        mbarrier.arrive(bars.index(DONE))
+                arrive_and_wait(RING_FULL + stage, LISTENERS)
                 if POLICY == UNORDERED:
-                    arrive_and_wait(RING_FULL + stage, LISTENERS)
                     for i in gl.static_range(BOXES):
                         tma_reduce_add(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
                     tma_store_wait(0)
                     mbarrier.arrive(ring_empty.index(stage))
                 else:
-                    semaphore = semaphores + (q_tile * 2 + W if SHARED else q_tile)
-                    seen = await_turn(semaphore, turn, workspace, bound_us)
-                    if seen != turn:
-                        report_timeout(workspace, q_tile, turn, seen)
-                    arrive_and_wait(RING_FULL + stage, LISTENERS)
                     fence_acquired()
                     for i in gl.static_range(BOXES):
                         if turn == 0:
@@ -309,35 +325,48 @@ def writer(
                     mbarrier.arrive(ring_empty.index(stage))
                     wait_reduced()
                     signal_turn(semaphore)
-                if not ORDER_OF_START:
-                    if SHARED:
-                        if (ring == end - 2) | (first == end - 1):
-                            mbarrier.arrive(bars.index(DONE))
-                    elif (ring == end - 2) | (ring == end - 3) | (first == end - 1):
-                        mbarrier.arrive(bars.index(DONE))
                 ring += STRIDE
             if ORDER_OF_START:
                 mbarrier.arrive(bars.index(DONE))
+        mbarrier.arrive(bars.index(TILE_EMPTY + (tile & 1)))
+        tile += 1
+        mbarrier.wait(bars.index(TILE_FULL + (tile & 1)), (tile >> 1) & 1)
+    wait_reduced()
+
+
+@gluon.jit
+def carrier(
+    dk_desc, dv_desc, k_s, v_s, ds_s, dq_s, words, bars,
+    PACKED: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, DQ_STAGES: gl.constexpr,
+):  # fmt: skip
+    """Stores dK and dV at a tile's end. A warp of its own: a writer still waits then for the turns of its last steps."""
+    tile = 0
+    mbarrier.wait(bars.index(TILE_FULL), 0)
+    while read_word(words, tile, STEPS) >= 0:
         end = read_word(words, tile, STEP) + read_word(words, tile, STEPS)
         b = read_word(words, tile, BATCH)
         h = read_word(words, tile, HEAD)
         row = read_word(words, tile, KEY)
         keys = read_word(words, tile, KEYS) if PACKED else 0
-        mbarrier.wait(bars.index(OUT_FULL + W), tile & 1)
+        mbarrier.wait(bars.index(OUT_FULL), tile & 1)
         if is_wide(D):
-            half = dq_s.index(W)
-            store_rows(dv_desc, b, h, row, keys, half, PACKED, DV // 2 * W)
-            store_rows(dk_desc, b, h, row, keys, dk_half(half, dk_desc), PACKED, D // 2 * W)
+            for half in gl.static_range(2):
+                if half == 1:
+                    mbarrier.wait(bars.index(OUT_FULL + 1), tile & 1)
+                tiles = dq_s.index(half)
+                store_rows(dv_desc, b, h, row, keys, tiles, PACKED, DV // 2 * half)
+                store_rows(dk_desc, b, h, row, keys, dk_half(tiles, dk_desc), PACKED, D // 2 * half)
         elif is_uneven(D):
-            if W == 0:
-                store_rows(dv_desc, b, h, row, keys, v_s.index(0), PACKED)
-            else:
-                for piece in gl.static_range(pieces(D)):
-                    store_rows(dk_desc, b, h, row, keys, k_s.index(piece), PACKED, piece * PIECE)
-        elif W == 0:
-            store_rows(dv_desc, b, h, row, keys, dq_s.index(end % DQ_STAGES), PACKED)
+            store_rows(dv_desc, b, h, row, keys, v_s.index(0), PACKED)
+            mbarrier.wait(bars.index(OUT_FULL + 1), tile & 1)
+            for piece in gl.static_range(pieces(D)):
+                store_rows(dk_desc, b, h, row, keys, k_s.index(piece), PACKED, piece * PIECE)
         else:
-            store_rows(dk_desc, b, h, row, keys, dq_s.index((end + 1) % DQ_STAGES), PACKED)
+            store_rows(dk_desc, b, h, row, keys, dk_place(ds_s, dk_desc, D), PACKED)
+            mbarrier.wait(bars.index(OUT_FULL + 1), tile & 1)
+            store_rows(
+                dv_desc, b, h, row, keys, dv_place(ds_s, dq_s, end, dv_desc, D, DQ_STAGES), PACKED
+            )
         tma_store_wait(0)
         if is_uneven(D):
             mbarrier.arrive(bars.index(KV_EMPTY))
@@ -345,4 +374,3 @@ def writer(
         mbarrier.arrive(bars.index(TILE_EMPTY + (tile & 1)))
         tile += 1
         mbarrier.wait(bars.index(TILE_FULL + (tile & 1)), (tile >> 1) & 1)
-    wait_reduced()

@@ -15,8 +15,8 @@ NO_MASK, CAUSAL_MASK, TAIL_MASK, WINDOW_MASK = (gl.constexpr(mask) for mask in r
 # First barrier of each group in ``bars``. Those of a step (``q_full``, ``do_full`` and ``ring_empty``, one a stage) are
 # allocations of their own: between two uses of one allocation the compiler puts a barrier of the whole warpgroup.
 TILE_FULL, TILE_EMPTY, OUT_FULL = (gl.constexpr(2 * i) for i in range(3))
-KV_FULL, KV_EMPTY, OUT_EMPTY, DONE = (gl.constexpr(6 + i) for i in range(4))
-NUM_BARRIERS = gl.constexpr(10)
+KV_EMPTY, OUT_EMPTY, DONE = (gl.constexpr(6 + i) for i in range(3))
+NUM_BARRIERS = gl.constexpr(9)
 # Hardware barriers, for what the warpgroups tell others every step: arriving there needs no barrier of their own first,
 # as one thread's arrival in shared memory does. Triton numbers its own from 0, one a partition; there are 16.
 # Q_EMPTY has one a stage; RING_FULL one a stage too, or one a warpgroup; EXCHANGE_READ one a warpgroup.

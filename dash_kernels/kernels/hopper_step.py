@@ -33,6 +33,7 @@ from dash_kernels.kernels.hopper_shared import (
     half_cols,
     read_scalar,
 )
+from dash_kernels.kernels.spread_exp2 import spread_exp2
 
 
 @gluon.jit
@@ -81,7 +82,7 @@ def one_step(
     dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full, ring_empty,
     scale_log2, cap_log2, span,
     W: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, LATE: gl.constexpr,
+    STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, LATE: gl.constexpr, SPREAD: gl.constexpr,
 ):  # fmt: skip
     """One Q tile. ``LATE`` hands dQ to a writer in the next step, where the matmul of S hides the fence after its stores."""
     COLS: gl.constexpr = half_cols(M, D)
@@ -116,7 +117,8 @@ def one_step(
         st = masked(st, words, stage, span, 64 * W, 0, MASK, M, S_LAYOUT)
     if M == 128:
         lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
-    p = gl.exp2(st * (cap_log2 if SOFTCAP else scale_log2) - lse[None, :])
+    exponents = st * (cap_log2 if SOFTCAP else scale_log2) - lse[None, :]
+    p = spread_exp2(exponents) if SPREAD else gl.exp2(exponents)
     p16 = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
     if SOFTCAP:
         p *= slope
@@ -158,16 +160,35 @@ def one_step(
 
 
 @gluon.jit
+def dk_place(ds_s, desc, D: gl.constexpr):
+    """Where a tile's dK leaves from: both dS buffers, or at head_dim 64 the second."""
+    place = ds_s.index(1) if D == 64 else ds_s
+    return reinterpret(place, desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
+def dv_place(ds_s, dq_s, end, desc, D: gl.constexpr, DQ_STAGES: gl.constexpr):
+    """Where a tile's dV leaves from: the first dS buffer, or above head_dim 64 the stage that dQ of step ``end`` would take."""
+    place = ds_s.index(0) if D == 64 else dq_s.index(end % DQ_STAGES)
+    return reinterpret(place, desc.dtype, desc.block_type.shape, desc.layout)
+
+
+@gluon.jit
 def stage_out(
-    value, use, desc, dq_s, bars, ring_empty, which: gl.constexpr,
-    W: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr,
+    dk, dv, end, dk_desc, dv_desc, ds_s, dq_s, bars, ring_empty,
+    W: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DQ_STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Hand half of dK or dV to its writer in the dQ stage that use number ``use`` of the ring would take."""
-    stage = use % DQ_STAGES
-    if POLICY != NO_DQ:
-        mbarrier.wait(ring_empty.index(stage), ((use // DQ_STAGES) & 1) ^ 1)
-    out = reinterpret(dq_s.index(stage), desc.dtype, desc.block_type.shape, desc.layout)
-    out.reshape([N, D]).slice(64 * W, 64).store(value.to(desc.dtype))
+    """Hand this warpgroup's keys of dK and dV to the carrier."""
+    arrive_and_wait(MEETING, CONSUMERS)  # the other warpgroup has read dS for its last dQ
+    dk_tile = dk_place(ds_s, dk_desc, D).reshape([N, D])
+    dk_tile.slice(64 * W, 64).store(dk.to(dk_desc.dtype))
     fence_async_shared()
     thread_barrier()
-    mbarrier.arrive(bars.index(OUT_FULL + which))
+    mbarrier.arrive(bars.index(OUT_FULL))
+    if D != 64:
+        mbarrier.wait(ring_empty.index(end % DQ_STAGES), ((end // DQ_STAGES) & 1) ^ 1)
+    dv_tile = dv_place(ds_s, dq_s, end, dv_desc, D, DQ_STAGES).reshape([N, D])
+    dv_tile.slice(64 * W, 64).store(dv.to(dv_desc.dtype))
+    fence_async_shared()
+    thread_barrier()
+    mbarrier.arrive(bars.index(OUT_FULL + 1))

@@ -15,6 +15,7 @@ from triton.experimental.gluon import language as gl
 from dash_kernels.kernels.backward_hopper import backward_hopper
 from dash_kernels.kernels.backward_portable import descending_closed_form, launch_portable
 from dash_kernels.kernels.cast_flat import cast_flat
+from dash_kernels.kernels.compiled import Address, current_stream, run_compiled
 from dash_kernels.kernels.descriptors import filled, rows_template, template, tile_layout
 from dash_kernels.kernels.hopper_shared import (
     CAUSAL_MASK,
@@ -39,9 +40,9 @@ from dash_kernels.kernels.runtime import (
     TurnTimeout,
     check_tensors,
     hold_arrays,
+    on_device,
     plan_launch,
     raise_if_turn_missed,
-    run_compiled,
     turn_record,
 )
 from dash_kernels.kernels.sequences import (
@@ -82,36 +83,52 @@ def backward(
     Raises ValueError for what cannot run, before anything is launched. A turn that does not come within
     ``watchdog_seconds`` makes that launch's dQ NaN, and the next call on the device raises TurnTimeout naming it.
     """
-    import torch
-
-    scale = float(scale)  # an int would be compiled in as a constant
     lengths = None
     if sequences is not None:
         lengths = (*sequences[2:], sequences.cu_seqlens_q.shape[0] - 1)
-    plan = _plan(
+    plan = backward_plan(
         config, bool(causal), tuple(window), softcap != 0, q.shape, k.shape, v.shape[3], q.dtype, q.device, lengths,
         sm_margin, allow_resident,
     )  # fmt: skip
     check_tensors(plan, q=q, dout=dout, out=out, k=k, v=v, lse=lse, dlse=dlse)
-    raise_if_turn_missed(q.device)
-    with torch.cuda.device(q.device):
+    return launch(
+        plan, dout, q, k, v, out, lse, scale=scale, window=window, softcap=softcap, sequences=sequences, dlse=dlse,
+        watchdog_seconds=watchdog_seconds,
+    )  # fmt: skip
+
+
+def launch(
+    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float,
+    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sequences: Sequences | None = None,
+    dlse: Tensor | None = None, watchdog_seconds: float = WATCHDOG_SECONDS,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """:func:`backward` of tensors that are known to fit :func:`backward_plan` of their shapes."""
+    device = q.device
+    raise_if_turn_missed(device)
+    with on_device(device):
+        stream = current_stream(device)
         if plan.arrays is not None:
-            hold_arrays(plan.arrays)
-        if config.backend == "portable":
+            hold_arrays(plan.arrays, stream)
+        if plan.config.backend == "portable":
             return launch_portable(
                 plan, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e9), window=window,
                 softcap=softcap, sequences=sequences, dlse=dlse,
             )  # fmt: skip
+        # An int scale would be compiled in as a constant.
         return launch_hopper(
-            plan, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e6), window, softcap, sequences, dlse
+            plan, stream, dout, q, k, v, out, lse, float(scale), int(watchdog_seconds * 1e6), window, softcap, sequences, dlse
         )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=4096)
-def _plan(
+def backward_plan(
     config: Config, causal: bool, window: tuple[int, int], softcap: bool, q_shape: Any, k_shape: Any, head_dim_v: int,
     dtype: Any, device: Any, lengths: tuple[int, int, int] | None, sm_margin: int, allow_resident: bool,
 ) -> Plan:  # fmt: skip
+    """All that is the same for all backwards of these shapes; ValueError for what cannot run.
+
+    ``lengths`` of packed sequences: the longest of q and of k, and how many there are.
+    """
     batch, rows, heads, head_dim = q_shape
     rows_kv, heads_kv = k_shape[1:3]
     seq_len, seq_len_kv, batch = lengths or (rows, rows_kv, batch)
@@ -146,12 +163,11 @@ class HopperForm:
     """
 
     q_tiles: int
-    rows: int
     splits: int
-    flat_shape: tuple[int, int]
     dk_shape: tuple[int, ...]
     dv_shape: tuple[int, ...]
-    workspace_words: int
+    scratch_starts: tuple[int, ...]  # of accumulated, lse2, delta and workspace, in 32-bit words
+    scratch_words: int
     templates: tuple[dict[str, Any], ...]
     strides: tuple[int, ...]
     specialised: tuple[Any, ...]
@@ -162,7 +178,7 @@ class HopperForm:
 
 
 def launch_hopper(
-    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bound_us: int,
+    plan: Plan, stream: int, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, bound_us: int,
     window: tuple[int, int], softcap: float, sequences: Sequences | None, dlse: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The launches on checked arguments.
@@ -198,15 +214,19 @@ def launch_hopper(
     dq = torch.empty(q.shape, dtype=q.dtype, device=device)
     dk = torch.empty(form.dk_shape, dtype=k.dtype, device=device)
     dv = torch.empty(form.dv_shape, dtype=v.dtype, device=device)
-    lse2 = torch.empty(form.rows, dtype=torch.float32, device=device)
-    delta = torch.empty(form.rows, dtype=torch.float32, device=device)
-    accumulated = torch.empty(form.flat_shape, dtype=torch.float32, device=device)
-    workspace = torch.empty(form.workspace_words, dtype=torch.int32, device=device)
+    scratch = torch.empty(form.scratch_words, dtype=torch.int32, device=device)
+    start = scratch.data_ptr()
+    accumulated, lse2, delta, workspace = (
+        Address(start + 4 * words, dtype)
+        for words, dtype in zip(
+            form.scratch_starts, (*[torch.float32] * 3, torch.int32), strict=True
+        )
+    )
 
     pointers = [x.data_ptr() % 16 == 0 for x in (out, dout, lse)]
     pointers.append(dlse is None or dlse.data_ptr() % 16 == 0)
     run_compiled(
-        plan.compiled, prepare_tiles, form.q_tiles,
+        plan.compiled, prepare_tiles, form.q_tiles, stream,
         (out, dout, lse, lse2, delta, accumulated, workspace, *form.strides, heads, num_m, seq_len),
         {**form.prepare, "dlse": dlse, "tiles": q_table, "counts": counts}, SMALL_OPTIONS,
         special=(form.specialised, *pointers, dlse is None),
@@ -215,18 +235,18 @@ def launch_hopper(
     factors = (2 * LOG2E * scale / softcap, softcap * LOG2E) if softcap else (scale * LOG2E, 0.0)
     described = q, k, v, dout, lse2, delta, accumulated, dk, dv
     run_compiled(
-        plan.compiled, backward_hopper, ctas,
+        plan.compiled, backward_hopper, ctas, stream,
         (
-            *map(filled, form.templates, described), workspace, arrays, counts, *sizes, plan.total_heads, heads_kv * splits,
-            splits, heads // heads_kv // splits, plan.interleaved, num_m, *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us,
+            *map(filled, form.templates, described), workspace, arrays, counts, turn_record(device), *sizes, plan.total_heads,
+            heads_kv * splits, splits, heads // heads_kv // splits, plan.interleaved, num_m, *reaches(grid.causal, window), seq_len, seq_len_kv, bound_us,
             *factors, scale,
         ),
         form.main,
         {"num_warps": CONSUMER_WARPS, "enable_fp_fusion": True, "launch_cooperative_grid": plan.cooperative},
     )  # fmt: skip
     run_compiled(
-        plan.compiled, cast_flat, form.q_tiles,
-        (accumulated, dq, workspace, turn_record(device), q_table, counts, heads, num_m, seq_len, scale),
+        plan.compiled, cast_flat, form.q_tiles, stream,
+        (accumulated, dq, workspace, q_table, counts, heads, num_m, seq_len, scale),
         form.cast, SMALL_OPTIONS,
     )  # fmt: skip
     if splits == 1:
@@ -235,7 +255,7 @@ def launch_hopper(
     dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=device) for x in (k, v))
     pairs = k.shape[0] * seq_len_kv * heads_kv
     run_compiled(
-        plan.compiled, add_shares, -(-pairs // SHARE_ROWS), (shares_of_dk, shares_of_dv, dk, dv, pairs), form.add,
+        plan.compiled, add_shares, -(-pairs // SHARE_ROWS), stream, (shares_of_dk, shares_of_dv, dk, dv, pairs), form.add,
         SMALL_OPTIONS,
     )  # fmt: skip
     return dq, dk, dv
@@ -265,22 +285,24 @@ def _form(
         layout = tile_layout(count, width, dtype, packed)
         return rows_template(tensor, count, width, layout, packed)
 
-    lse2, flat = (
+    flat = flat_shape[0] * 256
+    vectors, flat_rows_of = (
         torch.empty(shape, dtype=torch.float32, device="meta") for shape in (rows, flat_shape)
     )
     splits = head_splits(problem, config)
     dk_shape, dv_shape = ((*x.shape[:2], x.shape[2] * splits, x.shape[3]) for x in (k, v))
     dk, dv = (torch.empty(shape, dtype=q.dtype, device="meta") for shape in (dk_shape, dv_shape))
-    vector = template(lse2, (rows,), (1,), (m,), VECTOR_LAYOUT)
+    vector = template(vectors, (rows,), (1,), (m,), VECTOR_LAYOUT)
     templates = (
         of_rows(q, m, cols), of_rows(k, n, cols), of_rows(v, n, d_v), of_rows(dout, m, d_v), vector, vector,
-        template(flat, flat_shape, (256, 1), (flat_rows // dq_boxes(d), 256), FLAT_LAYOUT),
+        template(flat_rows_of, flat_shape, (256, 1), (flat_rows // dq_boxes(d), 256), FLAT_LAYOUT),
         of_rows(dk, n, cols // halves), of_rows(dv, n, d_v // halves),
     )  # fmt: skip
     strides = (*out.stride()[:3], *dout.stride()[:3])
     tile = {"BLOCK_M": m, "HEAD_DIM": cols}
     return HopperForm(
-        q_tiles, rows, splits, flat_shape, dk_shape, dv_shape, HEADER_WORDS.value + q_tiles * shares(d), templates, strides,
+        q_tiles, splits, dk_shape, dv_shape, (0, flat, flat + rows, flat + 2 * rows),
+        flat + 2 * rows + HEADER_WORDS.value + q_tiles * shares(d), templates, strides,
         tuple((s == 1, s % 16 == 0, s >= 1 << 31) for s in strides),
         prepare={
             "ZERO_DQ": config.policy == "unordered", **tile, "HEAD_DIM_V": padded_head_dim(problem.head_dim_v),

@@ -62,7 +62,8 @@ def prepare_tiles(
     so many SEMAPHORES and, of dQ, PIECES of HEAD_DIM columns. Packed sequences: ``tiles`` and ``counts`` of a
     SequencePlan, ``num_m`` its max_q_tiles, ``seq_len`` the rows of all of them, batch 1.
     """
-    program = tl.program_id(0)
+    # Backwards: what the main kernel reads first is still in the L2 cache.
+    program = tl.num_programs(0) - 1 - tl.program_id(0)
     head = program // num_m
     m_block = program % num_m
     # Predicated: a branch here keeps the compiler from issuing all the loads below at once.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -32,13 +34,17 @@ class TurnTimeout(RuntimeError):
 
 @dataclass(frozen=True)
 class DeviceArrays:
-    """A packed schedule on one device: its sections one after another, in the order of ``device_arrays``."""
+    """A packed schedule on one device: its sections one after another, in the order of ``device_arrays``.
+
+    ``streams`` are those that :func:`hold_arrays` has told the allocator of.
+    """
 
     tensor: Tensor
     num_items: int
     num_tiles: int
     num_steps: int
     sections: int
+    streams: set[int] = field(default_factory=set, compare=False)
 
 
 @dataclass(frozen=True)
@@ -46,7 +52,7 @@ class Plan:
     """All of a launch that does not depend on the tensors' contents or addresses.
 
     ``arrays`` is None for packed sequences, whose tiles the device works out. ``compiled`` fills as kernels are launched:
-    see :func:`run_compiled`; ``forms`` fill with what a launch works out once for the strides that it was given.
+    see ``compiled.run_compiled``; ``forms`` fill with what a launch works out once for the strides that it was given.
     """
 
     config: Config
@@ -170,32 +176,23 @@ def check_tensors(plan: Plan, **tensors: Tensor | None) -> None:
             )
 
 
-def run_compiled(
-    compiled: dict[Any, Any], kernel: Any, grid: int, arguments: tuple[Any, ...], constexprs: dict[str, Any],
-    options: dict[str, Any], *, special: Any = None,
-) -> None:  # fmt: skip
-    """Launch ``kernel`` on ``grid`` CTAs, past Triton's look-up by arguments once ``compiled`` has it.
-
-    ``constexprs`` are the kernel's last parameters, in their order. ``special`` is all else that Triton compiles for:
-    which pointers are 16-byte aligned, which integers are 1 or multiples of 16. Everything else (constexprs, options,
-    dtypes, device) must be one and the same for all uses of ``compiled``.
-    """
-    key = kernel, special
-    found = compiled.get(key)
-    if found is None:
-        compiled[key] = kernel[(grid,)](*arguments, **constexprs, **options)
-    else:
-        found[(grid, 1, 1)](*arguments, *constexprs.values())
-
-
-def hold_arrays(arrays: DeviceArrays) -> None:
-    """Keep a schedule's arrays alive for the launch that is about to read them on the current stream."""
+def hold_arrays(arrays: DeviceArrays, stream: int) -> None:
+    """Keep a schedule's arrays alive for the launch that is about to read them on ``stream``, which is current."""
     import torch
 
     if torch.cuda.is_current_stream_capturing():
         _held_by_graphs.add(arrays.tensor)
-    else:
+    elif stream not in arrays.streams:
         arrays.tensor.record_stream(torch.cuda.current_stream())
+        arrays.streams.add(stream)
+
+
+def on_device(device: Any) -> AbstractContextManager[None]:
+    """Make ``device`` current, where it is not."""
+    import torch
+
+    here: bool = torch.cuda.current_device() == device.index
+    return nullcontext() if here else torch.cuda.device(device)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -275,10 +272,16 @@ def turn_record(device: Any) -> Tensor:
     return torch.zeros(5, dtype=torch.int32, pin_memory=device.type == "cuda")
 
 
+@functools.cache
+def _turn_flag(device: Any) -> ctypes.c_int32:
+    """The record's first word: an index into the tensor costs the host microseconds."""
+    return ctypes.c_int32.from_address(turn_record(device).data_ptr())
+
+
 def raise_if_turn_missed(device: Any) -> None:
     """Raise TurnTimeout for a turn that an earlier launch on this device has missed, once."""
-    record = turn_record(device)
-    if record[0]:
+    if _turn_flag(device).value:
+        record = turn_record(device)
         _, head, m_block, turn, seen = record.tolist()
         record.zero_()
         raise TurnTimeout(

@@ -73,10 +73,10 @@ def await_turn(semaphore, turn, workspace, bound_us):
 
 
 @gluon.jit
-def report_timeout(workspace, q_tile, turn, seen):
-    """Note the first failure of a launch in the workspace header, words 1 to 4: flag, Q tile, turn, and turns seen.
+def report_timeout(workspace, record, head, m_block, turn, seen):
+    """Note the first failure of a launch in ``record``, host memory: 1, head, Q tile, turn, and contributions seen.
 
-    The flag ends every other wait of the launch at once and makes the cast pass write NaN.
+    The flag in the workspace's header ends every other wait of the launch at once and makes the cast pass write NaN.
     """
     gl.inline_asm_elementwise(
         """{ .reg .pred p; .reg .u32 lane, old;
@@ -85,13 +85,15 @@ def report_timeout(workspace, q_tile, turn, seen):
         atom.relaxed.gpu.global.cas.b32 old, [$1+4], 0, 1;
         setp.ne.u32 p, old, 0;
         @p bra DONE;
-        st.relaxed.gpu.global.b32 [$1+8], $2;
-        st.relaxed.gpu.global.b32 [$1+12], $3;
-        st.relaxed.gpu.global.b32 [$1+16], $4;
+        st.relaxed.sys.global.b32 [$2+4], $3;
+        st.relaxed.sys.global.b32 [$2+8], $4;
+        st.relaxed.sys.global.b32 [$2+12], $5;
+        st.relaxed.sys.global.b32 [$2+16], $6;
+        st.release.sys.global.b32 [$2], 1;
         DONE:
         bar.warp.sync 0xffffffff; mov.u32 $0, 0; }""",
-        "=r,l,r,r,r,~{memory}",
-        [workspace, q_tile, turn, seen],
+        "=r,l,l,r,r,r,r,~{memory}",
+        [workspace, record, head, m_block, turn, seen],
         dtype=gl.int32,
         is_pure=False,
         pack=1,

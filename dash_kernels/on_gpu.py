@@ -81,6 +81,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients as :func:`dash_kernels.execute.run_backward` gives them."""
     from dash_kernels.kernels import launch
+    from dash_kernels.kernels.runtime import check_tensors
 
     plan = resolve(q.shape, k.shape, v.shape[-1], q.dtype, q.device, _count(cu_seqlens_q), options)
     sequences = None
@@ -100,11 +101,15 @@ def backward(
         lengths = None if sequences is None else (*sequences[2:], _count(cu_seqlens_q))
         shapes = q.shape, k.shape, v.shape[3], q.dtype, q.device, lengths
         form = plan.config, options.causal, plan.window, options.softcap != 0
-        made = launch.backward_plan(*form, *shapes, options.sm_margin, options.allow_resident)
-        plan.launches.append(made)
+        plan.launches.append(
+            launch.backward_plan(*form, *shapes, options.sm_margin, options.allow_resident)
+        )
+    made = plan.launches[0]
+    # Autograd hands over what fits; who calls the op directly may not.
+    check_tensors(made, q=q, dout=dout, out=out, k=k, v=v, lse=lse, dlse=dlse)
     with plan.first("backward"):
         dq, dk, dv = launch.launch(
-            plan.launches[0], dout, q, k, v, out, lse, scale=options.scale, window=plan.window, softcap=options.softcap,
+            made, dout, q, k, v, out, lse, scale=float(options.scale), window=plan.window, softcap=options.softcap,
             sequences=sequences, dlse=dlse,
         )  # fmt: skip
     dsink = None

@@ -457,9 +457,7 @@ def _not_on_hopper(config: Config, problem: Problem, capability: tuple[int, int]
         return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
     if config.dq_stages != 2:
         # Of three, a writer that is ahead could take what was handed to the other.
-        return (
-            f"backend hopper has two dQ stages, one a writer; dq_stages is {config.dq_stages}"
-        )
+        return f"backend hopper has two dQ stages, one a writer; dq_stages is {config.dq_stages}"
     if config.num_stages > 4:
         return "backend hopper has barriers for 4 stages: num_stages goes up to 4"
     if config.signal == "deferred":

@@ -104,7 +104,7 @@ def options(cells: Sequence[Cell]) -> dict[str, list[Any]]:
     masks = distinct("mask")
     return {
         "mask": sorted(masks, key=lambda m: (m != "causal", m)),
-        "head_dim": sorted(distinct("head_dim"), key=lambda d: (d != 128, -d)),
+        "head_dim": sorted(distinct("head_dim"), key=lambda d: (d != 128, d)),
         "dtype": sorted(distinct("dtype"), key=lambda t: (t != "bfloat16", t)),
         "head_group": distinct("head_group"),
         "options": sorted(distinct("options"), key=lambda o: (o != PLAIN, o)),

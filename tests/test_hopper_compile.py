@@ -141,7 +141,7 @@ TAIL = False, {"tail": True}
 @pytest.mark.parametrize(
     ("head_dims", "masks", "spilled", "spilled_newest"),
     [
-        ((64, 64), [], [1588], 1612),
+        ((64, 64), [], [1588], 1648),
         ((256, 256), [TAIL], [0, 0], 0),
         ((192, 128), [TAIL], [220, 36], 468),
     ],

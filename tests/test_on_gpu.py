@@ -33,6 +33,7 @@ class Stub:
     def __init__(self) -> None:
         self.forward_call: dict[str, Any] = {}
         self.backward_call: dict[str, Any] = {}
+        self.checked: dict[str, Any] = {}
 
     def forward(self, q: Any, k: Any, v: Any, *, sequences: Any = None, **how: Any) -> Any:
         self.forward_call = {"q": q, "k": k, "v": v, "sequences": sequences, **how}
@@ -48,6 +49,9 @@ class Stub:
         dtype: Any, device: Any, lengths: Any, sm_margin: int, allow_resident: bool,
     ) -> dict[str, Any]:  # fmt: skip
         return {"config": config, "sm_margin": sm_margin, "causal": causal}
+
+    def check_tensors(self, plan: dict[str, Any], **tensors: Any) -> None:
+        self.checked = tensors
 
     def launch(
         self, plan: dict[str, Any], dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, sequences: Any = None,
@@ -74,9 +78,10 @@ def nothing(*_: Any) -> None:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     made = Stub()
+    launching = types.SimpleNamespace(launch=made.launch, backward_plan=made.backward_plan)
     for name, module in (
         ("forward", types.SimpleNamespace(forward=made.forward)),
-        ("launch", types.SimpleNamespace(launch=made.launch, backward_plan=made.backward_plan)),
+        ("launch", launching),
         ("sequences", types.SimpleNamespace(Sequences=Sequences)),
         ("tails", types.SimpleNamespace(clear_output_tail=nothing, clear_gradient_tails=nothing)),
     ):
@@ -86,6 +91,7 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     gpu = Gpu("h200", h200.aliases[0], h200.sms, h200.capability, h200.l2_bytes, 0, h200)
     monkeypatch.setattr("dash_kernels.device.current_gpu", lambda index=None: gpu)
     monkeypatch.setattr(on_gpu, "_require_triton", lambda: None)
+    monkeypatch.setattr("dash_kernels.kernels.runtime.check_tensors", made.check_tensors)
     on_gpu.resolve.cache_clear()
     yield made
     on_gpu.resolve.cache_clear()
@@ -227,6 +233,19 @@ def test_a_pinned_config_that_cannot_run_is_refused_in_the_forward(stub: Stub) -
     ):
         on_gpu.forward(options(Config()), q, k, v, None, None, None)
     assert not stub.forward_call
+
+
+def test_what_the_backward_reads_is_checked(stub: Stub) -> None:
+    """Who calls the op directly may hand over what autograd would not."""
+    dout, q, k, v = tensors(dim=64, dim_v=64)
+    run(options(), False, False, dout, q, k, v)
+    assert stub.checked["dout"] is dout
+    assert set(stub.checked) == {"q", "dout", "out", "k", "v", "lse", "dlse"}
+
+
+def test_the_scale_is_no_constant_of_the_kernels(stub: Stub) -> None:
+    run(options(scale=1), False, False, *tensors())
+    assert isinstance(stub.backward_call["scale"], float)
 
 
 def test_the_scale_and_the_margin_arrive(stub: Stub) -> None:

@@ -455,15 +455,22 @@ def _not_on_hopper(config: Config, problem: Problem, capability: tuple[int, int]
         return f"tile {config.block_m}x{config.block_n} is not built for head_dim {dim}: {tiles}"
     if config.num_warps != 8:
         return f"backend hopper runs 8 consumer warps; num_warps is {config.num_warps}"
-    if config.dq_stages != 2:
-        # Of three, a writer that is ahead could take what was handed to the other.
-        return f"backend hopper has two dQ stages, one a writer; dq_stages is {config.dq_stages}"
     if config.num_stages > 4:
         return "backend hopper has barriers for 4 stages: num_stages goes up to 4"
-    if config.signal == "deferred":
-        return DEFERRED
+    if gone := retired(config):
+        return gone
     if config.policy == "two_pass":
         return "two_pass runs on backend portable: the Hopper kernel has no dQ pass"
+    return ""
+
+
+def retired(config: Config) -> str:
+    """Why a config that earlier kernels ran is refused by these, whatever the problem; "" for any other."""
+    if config.signal == "deferred":
+        return DEFERRED
+    if config.backend == "hopper" and config.dq_stages != 2:
+        # Of three, a writer that is ahead could take what was handed to the other.
+        return f"backend hopper has two dQ stages, one a writer; dq_stages is {config.dq_stages}"
     return ""
 
 
@@ -482,6 +489,4 @@ def _not_portable(config: Config, problem: Problem, capability: tuple[int, int])
                 f"tile {config.block_m}x{config.block_n} overflows the tensor memory of compute capability 10.x at "
                 f"head_dim {dim}: {tiles}"
             )
-    if config.signal == "deferred":
-        return DEFERRED
-    return ""
+    return retired(config)

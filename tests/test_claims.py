@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from dash_kernels.problem import Config, Problem
-from tuner.results import ResultRow, RunInfo, Store
+from tuner.engines.share import Share
+from tuner.results import ResultRow, RunInfo, Store, StoreUnavailable
 from tuner.results.claims import Claim, ClaimLost, Claims, Owner
 
 PROBLEM = Problem("causal", 128, 4096, batch=4, heads=16)
@@ -183,3 +184,24 @@ def test_a_claim_whose_answer_was_lost_is_taken_anew(store: Store) -> None:
     mine.written(lost)  # as if the answer had never come
     (again,) = mine.take(HASHES[:1])
     assert again.token == lost.token + 1
+
+
+def test_an_interrupt_ends_the_wait_for_a_database_that_is_gone(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Two minutes of patience are for a database that comes back, and are said; Ctrl-C is obeyed."""
+    share = object.__new__(Share)
+    asked = []
+
+    def call() -> None:
+        asked.append(time.monotonic())
+        raise StoreUnavailable("database results.db is gone; put it back")
+
+    share.interrupted = lambda: len(asked) > 1
+    with pytest.raises(StoreUnavailable):
+        share.patiently(call)
+    assert len(asked) == 2
+    assert time.monotonic() - asked[1] < 0.5
+    assert [record.message for record in caplog.records] == [
+        "database results.db is gone; put it back: asking again for 120 s"
+    ]

@@ -200,7 +200,7 @@ def test_files_that_are_no_database_of_ours_are_refused_untouched(tmp_path: Path
     with closing(sqlite3.connect(foreign)) as connection:
         connection.execute("CREATE TABLE studies (id INTEGER)")
         connection.commit()
-    before = text_file.read_bytes()
+    before, theirs = text_file.read_bytes(), foreign.read_bytes()
     with pytest.raises(StoreError, match=r"notes.txt is not a usable SQLite file .*--db"):
         Store.open(text_file)
     with pytest.raises(StoreError, match=r"holds another program's tables \(studies"):
@@ -209,9 +209,11 @@ def test_files_that_are_no_database_of_ours_are_refused_untouched(tmp_path: Path
         Store.open(tmp_path)
     with pytest.raises(StoreError, match="folder .* cannot be made"):
         Store.open(text_file / "results.db")
+    with pytest.raises(StoreError, match="cannot be reached .File name too long"):
+        Store.open(tmp_path / f"{'x' * 300}.db")
     assert text_file.read_bytes() == before
-    with closing(sqlite3.connect(foreign)) as connection:
-        assert connection.execute("SELECT name FROM sqlite_master").fetchall() == [("studies",)]
+    assert foreign.read_bytes() == theirs, "not even its journal"
+    assert {path.name for path in tmp_path.glob("foreign*")} == {"foreign.db"}
 
 
 def test_an_empty_file_becomes_a_database(tmp_path: Path) -> None:

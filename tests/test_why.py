@@ -104,6 +104,7 @@ def test_a_row_says_what_keeps_it_from_deciding(store: Store) -> None:
         (atomics, "never a winner"),
         (wide, "needs 32 CTAs resident at once"),
         (broken, "status is runtime: CUDA error"),
+        (broken, "earlier kernels ran it, these refuse it: backend hopper has two dQ stages"),
     ):
         found = explain(str(number), store, "")
         assert found.answer == "does not decide its cell"

@@ -103,6 +103,13 @@ def test_the_best_of_all_is_served_where_it_needs_one_cta_only() -> None:
     assert cell.served.confidence.lead == pytest.approx(502 / 498.5 - 1)
 
 
+@pytest.mark.parametrize("gone", [{"dq_stages": 3}, {"signal": "deferred"}])
+def test_what_these_kernels_refuse_wins_nothing(gone: dict[str, Any]) -> None:
+    """Rows of earlier kernels stay; a table of their configs would serve nobody."""
+    cell = cell_of(measured(SERVED.with_(**gone), 600), measured(SERVED, 500))
+    assert cell.best.row.to_config() == cell.served.row.to_config() == SERVED
+
+
 def test_two_pass_waits_for_no_cta_and_may_be_served() -> None:
     cell = cell_of(measured(TWO_PASS, 500, min_resident=None), measured(SHIFT, 400))
     assert cell.served.row.to_config() == TWO_PASS

@@ -14,7 +14,10 @@ app = typer.Typer(help=HELP, no_args_is_help=False, add_completion=False, rich_m
 
 Db = Annotated[
     str | None,
-    typer.Option(help="Results database: a file or URL. Default: DASH_DB, else SQLite."),
+    typer.Option(
+        help="Results database: a file or URL. Default: DASH_DB, else SQLite.",
+        callback=lambda given: _db(given),
+    ),
 ]
 GpuName = Annotated[str, typer.Option("--gpu", help="GPU whose rows are meant, for instance h200.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines.")]
@@ -176,6 +179,8 @@ def show(
     """Winners by shape: the best config safe to serve, the best of all, and the baselines."""
     from tuner import stored
 
+    if head_dim is not None and not 0 < head_dim <= LARGEST:
+        _fail(f"--head-dim is {head_dim}; give a positive integer that fits 32 bits")
     stored.show(db, gpu, mask, head_dim, source, as_json, numerics_key)
 
 
@@ -347,6 +352,13 @@ def _refuse_misplaced(context: typer.Context, command: str) -> None:
             _fail(
                 f"{option} stands before {command}, where it would count for nothing; write dash-tune {command} {option}"
             )
+
+
+def _db(given: str | None) -> str | None:
+    """Refuses the empty name of a variable that is not set: the user's own database is not what was meant."""
+    if given == "":
+        _fail("--db names nothing; leave it out for DASH_DB or the user's own database")
+    return given
 
 
 def _words(option: str, values: Sequence[str] | None) -> tuple[str, ...]:

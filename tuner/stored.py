@@ -12,7 +12,7 @@ from dash_kernels.device import resolve_gpu
 from dash_kernels.problem import MASKS
 from tuner.command import UsageError
 from tuner.results import ResultFilter, Store
-from tuner.results.rows import SOURCES, StoreError, StoreUnavailable
+from tuner.results.rows import SOURCES, StoreError, StoreUnavailable, finite
 from tuner.space import SpaceFilter
 from tuner.winners import Cell, Winner
 
@@ -267,7 +267,7 @@ def release(db: str | None, gpu: str, name: str | None, notes: str) -> None:
     with _open(db) as store:
         gpu = _gpu(store, gpu)
         older = store.get_release(gpu=gpu)
-        made = freeze(store, gpu, notes, name)
+        made = freeze(store, gpu, finite(notes), name)
     print(f"release {made.id}: {made.name}, digest {made.digest[:12]}")
     if older is None:
         return

@@ -189,7 +189,9 @@ class Sweep:
             if row.config_hash in found.usable and self._is_baseline(row):
                 self.baselines[row.to_problem()] = row.to_config()
         found.count(self.summary)
-        self.share = Share(self.store, self.settings, self.run_info)
+        self.share = Share(
+            self.store, self.settings, self.run_info, lambda: self._stop == "interrupt"
+        )
         self.share.offer(self.items)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dash_kernels.device import environment_difference, software
-from dash_kernels.problem import DTYPES, MASKS, Problem
+from dash_kernels.problem import DTYPES, MASKS, Problem, retired
 from tuner.policy import MeasurementPolicy
 from tuner.results import ResultFilter, ResultRow, Store
 from tuner.winners import CELL_FIELDS, FAILED_CHECKS, Cell, cost, is_final, resident
@@ -151,6 +151,8 @@ def _flaws(row: ResultRow) -> Iterator[str]:
         yield f"{row.tflops:.0f} TFLOPS is above the chip's peak"
     elif cost(row) is None:
         yield "it has no time"
+    if gone := retired(row.to_config()):
+        yield f"earlier kernels ran it, these refuse it: {gone}"
     if row.policy == "unordered":
         yield "policy is unordered: a yardstick, never a winner"
     if (resident(row) or 0) > 1:

@@ -34,7 +34,7 @@ from typing import Any
 
 from dash_kernels.default_rule import default_config
 from dash_kernels.device import GPUS
-from dash_kernels.problem import OPTION_FIELDS
+from dash_kernels.problem import OPTION_FIELDS, retired
 from tuner.results.rows import ResultRow, canonical
 
 NOISE = 0.01  # smaller leads change from sweep to sweep: two-gpus-h200-2026-11-30.json
@@ -182,7 +182,9 @@ def _cell(by_sweep: dict[str, list[ResultRow]]) -> Cell | None:
     unserved = None
     for sweep in reversed(by_sweep):
         rows = _standing(by_sweep[sweep])
-        eligible = [row for row in rows if row.policy != "unordered"]
+        eligible = [
+            row for row in rows if row.policy != "unordered" and not retired(row.to_config())
+        ]
         if not eligible:
             continue
         servable = tuple(row for row in eligible if resident(row) == 1)

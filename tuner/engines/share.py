@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,8 @@ from tuner.results.claims import Claim, ClaimLost, Claims
 ASKED_AT_ONCE = 16  # candidates that one claim may choose from
 REFRESH_S = 2.0
 OUTAGE_S = 120.0
+LOOK_S = 0.1
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -33,8 +36,10 @@ class Share:
     claim has returned.
     """
 
-    def __init__(self, store: Store, settings: SweepSettings, run: RunInfo) -> None:
-        self.store, self.settings, self.run = store, settings, run
+    def __init__(
+        self, store: Store, settings: SweepSettings, run: RunInfo, interrupted: Callable[[], bool]
+    ) -> None:
+        self.store, self.settings, self.run, self.interrupted = store, settings, run, interrupted
         scope = f"{settings.gpu}:{run.sweep}:{settings.source}"
         if settings.fresh:  # what is measured anew is shared with those who were told so only
             scope += f":{settings.share or uuid4().hex}"
@@ -72,15 +77,25 @@ class Share:
         return None
 
     def patiently(self, call: Callable[[], T]) -> T:
-        """``call()``, again for up to OUTAGE_S while the database does not answer: it restarts, or fails over."""
-        until, pause = time.monotonic() + OUTAGE_S, 0.5
+        """``call()``, again for up to OUTAGE_S while the database does not answer: it restarts, or fails over.
+
+        Says so once, and gives up once the sweep is interrupted.
+        """
+        until, pause, said = time.monotonic() + OUTAGE_S, 0.5, False
         while True:
             try:
                 return call()
-            except StoreUnavailable:
+            except StoreUnavailable as error:
                 if time.monotonic() + pause > until:
                     raise
-            time.sleep(pause)
+                if not said:
+                    log.warning("%s: asking again for %.0f s", error, OUTAGE_S)
+                    said = True
+                again = time.monotonic() + pause
+                while time.monotonic() < again:
+                    if self.interrupted():
+                        raise
+                    time.sleep(LOOK_S)
             pause = min(2 * pause, 10.0)
 
     def _look_around(self) -> None:

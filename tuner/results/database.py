@@ -205,8 +205,11 @@ def _open_sqlite(path: Path, url: URL) -> Engine:
     engine = _file_engine(path)
     try:
         with errors(url):
-            if path.exists() and _ready(engine, url):
-                return engine
+            if path.exists():
+                if _ready(engine, url):
+                    return engine
+                with engine.connect() as connection:  # before a lock, a journal or a table is made
+                    _refuse_foreign(connection, path)
             with _file_lock(path):
                 _set_journal(path)
                 _migrate_sqlite(engine, path, url)
@@ -216,7 +219,20 @@ def _open_sqlite(path: Path, url: URL) -> Engine:
         raise
 
 
+def _require_reachable(path: Path) -> None:
+    """A folder that may not be entered, or a name that is too long, is no missing file."""
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except OSError as error:
+        raise StoreError(
+            f"database {path} cannot be reached ({error.strerror}); {CHOOSE}"
+        ) from None
+
+
 def _require_writable(path: Path) -> None:
+    _require_reachable(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -312,17 +328,21 @@ def ask_journal(path: Path, mode: str) -> str:
         return str(connection.execute(f"PRAGMA journal_mode = {mode}").fetchone()[0])
 
 
+def _refuse_foreign(connection: Connection, path: Path) -> None:
+    tables = inspect(connection).get_table_names()
+    if tables and migrate.current_version(connection) is None:
+        raise StoreError(
+            f"database {path} holds another program's tables ({tables[0]}, ...); {CHOOSE}"
+        )
+
+
 def _migrate_sqlite(engine: Engine, path: Path, url: URL) -> None:
     with engine.execution_options(write=True).begin() as connection:
         version = migrate.current_version(connection)
         migrate.check_known(version, f"database {path}")
         if version == migrate.HEAD:
             return
-        tables = inspect(connection).get_table_names()
-        if version is None and tables:
-            raise StoreError(
-                f"database {path} holds another program's tables ({tables[0]}, ...); {CHOOSE}"
-            )
+        _refuse_foreign(connection, path)
         if version is not None:
             log.warning(
                 "database %s: schema %s becomes %s; backup in %s",
@@ -347,6 +367,7 @@ def _backup(path: Path, version: str) -> Path:
 
 def _open_sqlite_read_only(path: Path, url: URL) -> Engine:
     """Opens without writing a byte; ``immutable`` where not even WAL's side files can be made."""
+    _require_reachable(path)
     if not path.is_file():
         raise StoreError(f"database {path} does not exist; run dash-tune first, or {CHOOSE}")
     failure: StoreError | None = None

@@ -19,10 +19,7 @@ from dash_kernels.schedules import Launch, TileGrid
 
 
 class Plan(NamedTuple):
-    """How the kernels are called for these shapes: ``window`` is (-1, -1) where it hides nothing.
-
-    ``launches`` holds, once there has been a backward, its plan.
-    """
+    """How the kernels are called for these shapes: ``window`` is (-1, -1) where it hides nothing."""
 
     config: Config
     window: tuple[int, int]
@@ -30,7 +27,6 @@ class Plan(NamedTuple):
     head_dim_v: int
     strict: bool  # the backward reads through TMA
     name: str  # of the kernels that run
-    launches: list[Any]
 
     def first(self, what: str) -> AbstractContextManager[None]:
         """The lock of a first launch, which compiles: the processes of a host compile a new kernel once."""
@@ -81,7 +77,6 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:  # fmt: skip
     """Gradients as :func:`dash_kernels.execute.run_backward` gives them."""
     from dash_kernels.kernels import launch
-    from dash_kernels.kernels.runtime import check_tensors
 
     plan = resolve(q.shape, k.shape, v.shape[-1], q.dtype, q.device, _count(cu_seqlens_q), options)
     sequences = None
@@ -97,20 +92,11 @@ def backward(
         kernel_ready(pad_head_dim(x, plan.head_dim_v), copies=plan.strict) for x in (dout, v, out)
     )
     lse = lse.contiguous()
-    if not plan.launches:
-        lengths = None if sequences is None else (*sequences[2:], _count(cu_seqlens_q))
-        shapes = q.shape, k.shape, v.shape[3], q.dtype, q.device, lengths
-        form = plan.config, options.causal, plan.window, options.softcap != 0
-        plan.launches.append(
-            launch.backward_plan(*form, *shapes, options.sm_margin, options.allow_resident)
-        )
-    made = plan.launches[0]
-    # Autograd hands over what fits; who calls the op directly may not.
-    check_tensors(made, q=q, dout=dout, out=out, k=k, v=v, lse=lse, dlse=dlse)
     with plan.first("backward"):
-        dq, dk, dv = launch.launch(
-            made, dout, q, k, v, out, lse, scale=float(options.scale), window=plan.window, softcap=options.softcap,
-            sequences=sequences, dlse=dlse,
+        dq, dk, dv = launch.backward(
+            dout, q, k, v, out, lse, config=plan.config, causal=options.causal, scale=float(options.scale),
+            window=plan.window, softcap=options.softcap, sequences=sequences, dlse=dlse, allow_resident=options.allow_resident,
+            sm_margin=options.sm_margin,
         )  # fmt: skip
     dsink = None
     if sink is not None:
@@ -187,7 +173,7 @@ def resolve(
     dims = kernel_dims(problem, config.backend)
     form = problem.mask, problem.dtype, problem.windowed, problem.softcap, problem.varlen
     name = " ".join(map(str, (config.key(), *dims, *form)))
-    return Plan(config, (left, right), *dims, strict, name, [])
+    return Plan(config, (left, right), *dims, strict, name)
 
 
 def _check_resident(config: Config, problem: Problem, sms: int, options: Options) -> None:

@@ -187,8 +187,9 @@ class Config:
     ``schedule`` and ``group`` name a kind in the registry (``group`` is grouped_shift's number of CTAs a head).
     ``launch_order`` is the order in which a head's items are handed to CTAs, ``heads_interleaved`` how many heads
     take turns in it (0: all of them); neither can change bits. ``num_stages`` counts Q/dO stages, ``dq_stages``
-    the fp32 dQ stages of the Hopper kernel, which runs two; rows of earlier ones have three. ``signal`` is plain: the turnstile is released after each reduce. Rows of an
-    earlier kernel may say deferred (after the next reduce was issued); :func:`supports` refuses it.
+    the fp32 dQ stages of the Hopper kernel, which runs two. ``signal`` is plain: the turnstile is released after each
+    reduce. Rows of an earlier kernel may say three stages, or deferred (after the next reduce was issued):
+    :func:`retired`.
     """
 
     backend: str = "hopper"

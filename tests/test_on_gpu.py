@@ -33,7 +33,6 @@ class Stub:
     def __init__(self) -> None:
         self.forward_call: dict[str, Any] = {}
         self.backward_call: dict[str, Any] = {}
-        self.checked: dict[str, Any] = {}
 
     def forward(self, q: Any, k: Any, v: Any, *, sequences: Any = None, **how: Any) -> Any:
         self.forward_call = {"q": q, "k": k, "v": v, "sequences": sequences, **how}
@@ -44,22 +43,12 @@ class Stub:
             out, lse = out[None], lse[None]
         return out.to(q.dtype).contiguous(), lse.float()
 
-    def backward_plan(
-        self, config: Config, causal: bool, window: Any, softcap: bool, q_shape: Any, k_shape: Any, head_dim_v: int,
-        dtype: Any, device: Any, lengths: Any, sm_margin: int, allow_resident: bool,
-    ) -> dict[str, Any]:  # fmt: skip
-        return {"config": config, "sm_margin": sm_margin, "causal": causal}
-
-    def check_tensors(self, plan: dict[str, Any], **tensors: Any) -> None:
-        self.checked = tensors
-
-    def launch(
-        self, plan: dict[str, Any], dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, sequences: Any = None,
-        dlse: Any = None, **how: Any,
+    def backward(
+        self, dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, *, config: Config, allow_resident: bool = False,
+        sm_margin: int = 0, sequences: Any = None, dlse: Any = None, **how: Any,
     ) -> Any:  # fmt: skip
-        self.backward_call = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse,
-                              "sequences": sequences, "dlse": dlse, **plan, **how}  # fmt: skip
-        how["causal"] = plan["causal"]
+        self.backward_call = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "config": config,
+                              "sm_margin": sm_margin, "sequences": sequences, "dlse": dlse, **how}  # fmt: skip
         if sequences is None:
             grads = reference.attention_gradients(dout, q, k, v, dlse=dlse, **how)
         else:
@@ -78,10 +67,9 @@ def nothing(*_: Any) -> None:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     made = Stub()
-    launching = types.SimpleNamespace(launch=made.launch, backward_plan=made.backward_plan)
     for name, module in (
         ("forward", types.SimpleNamespace(forward=made.forward)),
-        ("launch", launching),
+        ("launch", types.SimpleNamespace(backward=made.backward)),
         ("sequences", types.SimpleNamespace(Sequences=Sequences)),
         ("tails", types.SimpleNamespace(clear_output_tail=nothing, clear_gradient_tails=nothing)),
     ):
@@ -91,7 +79,6 @@ def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     gpu = Gpu("h200", h200.aliases[0], h200.sms, h200.capability, h200.l2_bytes, 0, h200)
     monkeypatch.setattr("dash_kernels.device.current_gpu", lambda index=None: gpu)
     monkeypatch.setattr(on_gpu, "_require_triton", lambda: None)
-    monkeypatch.setattr("dash_kernels.kernels.runtime.check_tensors", made.check_tensors)
     on_gpu.resolve.cache_clear()
     yield made
     on_gpu.resolve.cache_clear()
@@ -233,14 +220,6 @@ def test_a_pinned_config_that_cannot_run_is_refused_in_the_forward(stub: Stub) -
     ):
         on_gpu.forward(options(Config()), q, k, v, None, None, None)
     assert not stub.forward_call
-
-
-def test_what_the_backward_reads_is_checked(stub: Stub) -> None:
-    """Who calls the op directly may hand over what autograd would not."""
-    dout, q, k, v = tensors(dim=64, dim_v=64)
-    run(options(), False, False, dout, q, k, v)
-    assert stub.checked["dout"] is dout
-    assert set(stub.checked) == {"q", "dout", "out", "k", "v", "lse", "dlse"}
 
 
 def test_the_scale_is_no_constant_of_the_kernels(stub: Stub) -> None:

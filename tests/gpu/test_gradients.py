@@ -139,13 +139,13 @@ def test_what_choose_answers_is_verified() -> None:
 def test_verify_tells_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
     from dash_kernels.kernels import launch
 
-    right = launch.launch
+    right = launch.backward
 
     def wrong(*args: object, **options: object) -> tuple[torch.Tensor, ...]:
         dq, dk, dv = right(*args, **options)
         return dq, dk * 1.1, dv
 
-    monkeypatch.setattr(launch, "launch", wrong)
+    monkeypatch.setattr(launch, "backward", wrong)
     answer = verify(Problem("causal", 64, 256), runs=2)
     assert answer.bits_equal
     assert not answer.within_budget

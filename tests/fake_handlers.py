@@ -97,10 +97,11 @@ class FakeMeasurer:
         if action == "slow":
             time.sleep(0.3)
         tflops = SPEED.get(config.schedule, 400.0) + config.heads_interleaved
+        ms = problem.flops() / tflops * 1e-9
         return {
             "tflops": tflops,
-            "ms": problem.flops() / tflops * 1e-9,
-            "samples": [1.0, 1.01, 0.99],
+            "ms": ms,
+            "samples": [ms, 1.01 * ms, 0.99 * ms],
             "speedup_vs_baseline": tflops / SPEED["ascending"] if task.get("baseline") else None,
             "bits_equal": config.deterministic,
             "runs_compared": 4,

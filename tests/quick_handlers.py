@@ -38,7 +38,12 @@ class QuickMeasurer:
                 file.write(line)
         tflops = 300.0 + zlib.crc32(name.encode()) % 200
         telemetry = {"round": "final"} if task["kind"] == "final" else {}
-        return {"tflops": tflops, "ms": 1.0, "samples": [1.0, 1.0], "telemetry": telemetry}
+        return {
+            "tflops": tflops,
+            "ms": 1e3 / tflops,
+            "samples": [1e3 / tflops] * 2,
+            "telemetry": telemetry,
+        }
 
     def healthy(self) -> bool:
         return True

@@ -256,6 +256,29 @@ def test_samples_taken_in_turn_are_compared_one_by_one() -> None:
     assert cell_of(*apart).served.row.to_config() == SERVED
 
 
+def test_one_sample_at_another_clock_hides_no_lead() -> None:
+    """At its power cap a chip may change its clock between two neighbouring samples of a round."""
+    faster = SERVED.with_(heads_interleaved=8)
+    default, leader = in_turn({SERVED: 500, faster: 510})
+    late = [*leader.samples[:2], leader.samples[2] * 1.08, *leader.samples[3:]]
+    cell = cell_of(default, replace(leader, samples=late))
+    assert cell.served.row.to_config() == faster
+    assert 0.01 < cell.served.confidence.low < cell.served.confidence.high < 0.03
+
+
+def test_times_of_a_few_ticks_are_no_exact_lead() -> None:
+    """Seven ratios of twelve are the same there, and their median deviation is none."""
+    ticks = [
+        replace(row, samples=None)
+        for row in in_turn({SERVED: 500, SERVED.with_(heads_interleaved=8): 510})
+    ]
+    default, leader = (
+        replace(row, samples=samples)
+        for row, samples in zip(ticks, ([41.0] * 7 + [40.0] * 5, [40.0] * 7 + [43.0] * 5), strict=True)
+    )  # fmt: skip
+    assert cell_of(default, leader).served.row.to_config() == SERVED
+
+
 def test_one_cell_tuned_ten_times_from_cold_has_one_winner() -> None:
     speeds = {
         SERVED: 480.0,

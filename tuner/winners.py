@@ -29,7 +29,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from statistics import NormalDist
+from statistics import NormalDist, median, stdev
 from typing import Any
 
 from dash_kernels.default_rule import default_config
@@ -45,6 +45,7 @@ FAILED_CHECKS = ("correctness", "nondeterministic")
 MEDIAN_TO_MEAN_ERROR = math.sqrt(
     math.pi / 2
 )  # standard error of a median over that of a mean, normal samples
+MAD_TO_DEVIATION = 1 / NormalDist().inv_cdf(0.75)  # of a median absolute deviation, normal samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,8 +346,10 @@ def _speedup(row: ResultRow, baseline: ResultRow | None) -> float | None:
 def _confidence(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Confidence:
     """Lead of the first of each pair over the second, in the geometric mean over pairs, with its 95 % interval.
 
-    The lead is the ratio of the medians; its error comes from the variance of the logarithms of the stored samples: of
-    their differences where the two were sampled in turn, under the same clocks, else of each (Welch).
+    Where the two were sampled in turn, under the same clocks, the lead is the median ratio of neighbouring samples, and
+    its error comes from the median absolute deviation of their logarithms: at its power cap a chip changes its clock
+    between two samples, and one such pair among twelve must not hide what the other eleven show. Else the lead is the
+    ratio of the medians, and its error comes from the variance of each one's logarithms (Welch).
     """
     lead = _log_lead(pairs)
     parts = [part for fast, slow in pairs for part in _squared_errors(fast, slow)]
@@ -362,35 +365,50 @@ def _confidence(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> Confidence:
 
 def _log_lead(pairs: Sequence[tuple[ResultRow, ResultRow]]) -> float:
     """Mean over pairs of the logarithm of (cost of the second / cost of the first)."""
-    ratios = ((_cost(slow), _cost(fast)) for fast, slow in pairs)
-    return sum(
-        math.log(slow / fast) if slow > 0 and fast > 0 else 0.0 for slow, fast in ratios
-    ) / len(pairs)
+    return sum(_log_ratio(fast, slow) for fast, slow in pairs) / len(pairs)
+
+
+def _log_ratio(fast: ResultRow, slow: ResultRow) -> float:
+    if (ratios := _neighbours(fast, slow)) is not None:
+        return -median(ratios)
+    costs = _cost(slow), _cost(fast)
+    return math.log(costs[0] / costs[1]) if min(costs) > 0 else 0.0
 
 
 def _squared_errors(fast: ResultRow, slow: ResultRow) -> list[tuple[float, int] | None]:
     """What the samples of two rows contribute to the squared error of the lead, with its degrees of freedom."""
+    if (ratios := _neighbours(fast, slow)) is not None:
+        return [_squared_error(ratios, _steady_deviation)]
+    return [_squared_error(_logs(row), stdev) for row in (fast, slow)]
+
+
+def _neighbours(fast: ResultRow, slow: ResultRow) -> list[float] | None:
+    """Logarithms of (time of the first / time of the second) of samples taken one after the other: in one final round."""
     one, other = _logs(fast), _logs(slow)
-    if _in_turn(fast, slow) and len(one) == len(other):
-        return [_squared_error([x - y for x, y in zip(one, other, strict=True)])]
-    return [_squared_error(one), _squared_error(other)]
-
-
-def _in_turn(fast: ResultRow, slow: ResultRow) -> bool:
-    """Whether the i-th samples of both were taken one after the other: in one final round."""
-    return is_final(fast) and is_final(slow) and fast.run_id == slow.run_id
+    in_turn = is_final(fast) and is_final(slow) and fast.run_id == slow.run_id
+    if not in_turn or not one or len(one) != len(other):
+        return None
+    return [x - y for x, y in zip(one, other, strict=True)]
 
 
 def _logs(row: ResultRow) -> list[float]:
     return [math.log(x) for x in row.samples or () if isinstance(x, (int, float)) and x > 0]
 
 
-def _squared_error(logs: Sequence[float]) -> tuple[float, int] | None:
+def _squared_error(
+    logs: Sequence[float], deviation: Callable[[Sequence[float]], float]
+) -> tuple[float, int] | None:
     """Squared standard error of the mean of some logarithms, and its degrees of freedom."""
-    if len(logs) < 2:
-        return None
-    mean, freedom = sum(logs) / len(logs), len(logs) - 1
-    return sum((x - mean) ** 2 for x in logs) / freedom / len(logs), freedom
+    return (deviation(logs) ** 2 / len(logs), len(logs) - 1) if len(logs) > 1 else None
+
+
+def _steady_deviation(logs: Sequence[float]) -> float:
+    """Standard deviation of normal samples, from the median absolute one, which a few strange ones hardly move.
+
+    Short kernels, whose times are few different ticks of the timer, may have none: then the ordinary one.
+    """
+    middle = median(logs)
+    return MAD_TO_DEVIATION * median(abs(x - middle) for x in logs) or stdev(logs)
 
 
 def student_t(freedom: float, probability: float = 0.975) -> float:

@@ -36,6 +36,7 @@ SHAPES = (  # head_dim, head_dim_v, mask
     (192, 128, "full"),
 )
 SEQ_LEN = 4096
+TWO_PASS_TILE = {"block_m": 64, "block_n": 64, "num_stages": 2, "num_warps": 4}
 
 
 def backward_of(attend: Callable[..., Any], leaves: list[Any], dout: Any) -> Call:
@@ -90,8 +91,14 @@ def main() -> None:
         )
         portable = default_config(problem, capability, "portable")
         leaves = [x.requires_grad_() for x in (q, k, v)]
-        ours = functools.partial(attention, causal=causal, config=portable)
-        calls, refused = {"dash_portable": backward_of(ours, leaves, dout)}, {}
+        configs = {"dash_portable": portable}
+        if head_dim <= 128:
+            configs["dash_portable_two_pass"] = portable.with_(policy="two_pass", **TWO_PASS_TILE)
+        calls: dict[str, Call] = {}
+        refused: dict[str, str] = {}
+        for name, config in configs.items():
+            ours = functools.partial(attention, causal=causal, config=config)
+            calls[name] = backward_of(ours, leaves, dout)
         if head_dim > 128:
             calls["dash"] = backward_of(functools.partial(attention, causal=causal), leaves, dout)
         for name, attend in peers(head_dim, causal).items():
@@ -110,7 +117,7 @@ def main() -> None:
             "seq_len": SEQ_LEN,
             "batch": batch,
             "heads": heads,
-            "config": portable.label(),
+            "configs": {name: config.label() for name, config in configs.items()},
             "tflops": tflops(calls, flops, options.rounds, scratch),
             "refused": refused,
         }

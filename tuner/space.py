@@ -33,6 +33,13 @@ HEAD_DIMS = (128, 64)
 GROUPS = (2, 4, 8)
 BASELINE = "ascending"
 INTERLEAVED = (2, 4, 8, 16)  # heads that take turns in the launch
+MANY_INTERLEAVED = (
+    4,
+    8,
+    16,
+    32,
+    0,
+)  # of descending, whose tiles of a head start together and wait for each other
 MONOTONE = ("ascending", "descending", "shortest_first")
 NO_WINDOW = (-1, -1)
 
@@ -250,6 +257,7 @@ def _tiers(
         yield 1, _of_kind(base, "grouped_shift", group=group)
     for heads in INTERLEAVED:
         yield 2, replace(winner, heads_interleaved=heads)
+    for heads in MANY_INTERLEAVED:
         yield 2, replace(_of_kind(base, "descending"), heads_interleaved=heads)
     yield 2, replace(_of_kind(base, BASELINE), heads_interleaved=4)
     if winner.launch_order == "descending":  # long first: not monotone
@@ -270,6 +278,7 @@ def _tiers(
     portable = _base(problem, capability, "portable")
     yield 3, portable
     yield 3, replace(portable, policy="two_pass")
+    yield 3, replace(portable, policy="two_pass", block_m=64, block_n=64, num_stages=2, num_warps=4)
     yield 3, replace(portable, block_m=64, block_n=128)
     if filters.thorough:
         yield from _product(base, problem, backend)

@@ -94,7 +94,7 @@ def backward(
     lse = lse.contiguous()
     with plan.first("backward"):
         dq, dk, dv = launch.backward(
-            dout, q, k, v, out, lse, config=plan.config, causal=options.causal, scale=float(options.scale),
+            dout, q, k, v, out, lse, config=plan.config, causal=options.causal, scale=options.scale,
             window=plan.window, softcap=options.softcap, sequences=sequences, dlse=dlse, allow_resident=options.allow_resident,
             sm_margin=options.sm_margin,
         )  # fmt: skip

@@ -21,7 +21,13 @@ from dash_kernels.kernels import backward_portable as portable
 from dash_kernels.kernels import forward_portable, runtime
 from dash_kernels.kernels import portable_kernels as kernels
 from dash_kernels.kernels import sequences as sequence_kernels
-from dash_kernels.kernels.hopper_shared import HEADER_WORDS, ORDERED, flat_order, half_order
+from dash_kernels.kernels.hopper_shared import (
+    HEADER_WORDS,
+    ORDERED,
+    flat_order,
+    half_order,
+    unfolded_order,
+)
 from dash_kernels.kernels.sequences import Sequences, plan_sequences
 from dash_kernels.problem import Config
 from dash_kernels.schedules import Launch, TileGrid, default_launch
@@ -294,6 +300,13 @@ def flat(case: dict[str, Any]) -> dict[str, Any]:
     return {"equal": torch.equal(dq, wanted[:, :seq_len, :, :width].to(DTYPE))}
 
 
+def unfolded(rows: torch.Tensor, m: int) -> torch.Tensor:
+    """What a kernel makes of folded rows once it has loaded them."""
+    count = m.bit_length() - 1
+    order = [0, *(1 + axis for axis in unfolded_order(m))]
+    return rows.reshape(-1, *[2] * count).permute(order).reshape(rows.shape)
+
+
 def prepare(case: dict[str, Any]) -> dict[str, Any]:
     """What prepare_tiles leaves for the Hopper kernel: error of delta, and whether LSE, dQ and semaphores are as they must be."""
     m, width, heads, num_m = case["block_m"], case["width"], 2, 2
@@ -306,8 +319,10 @@ def prepare(case: dict[str, Any]) -> dict[str, Any]:
     kernels.prepare_tiles[(tiles,)](
         out, dout, lse, lse2, delta, dq, words, *out.stride()[:3], *dout.stride()[:3], heads, num_m, seq_len,
         ZERO_DQ=True, BLOCK_M=m, HEAD_DIM=case["cols"], HEAD_DIM_V=case["cols_v"], WIDTH=width,
-        SEMAPHORES=case["semaphores"], PIECES=case["pieces"],
+        SEMAPHORES=case["semaphores"], PIECES=case["pieces"], FOLDED=case["folded"],
     )  # fmt: skip
+    if case["folded"]:
+        lse2, delta = unfolded(lse2, m), unfolded(delta, m)
     wanted = (out.double() * dout.double()).sum(-1)[0].T
     return {
         "error": (delta[:, :seq_len].double() - wanted).abs().max().item(),

@@ -31,12 +31,19 @@ def test_dq_leaves_its_flat_layout(
     assert answer == {"equal": True}
 
 
+@pytest.mark.parametrize("folded", [False, True])
 @TILES
 def test_what_the_main_kernel_reads_is_ready(
-    block_m: int, cols: int, pieces: int, cols_v: int, semaphores: int, width: int
+    block_m: int, cols: int, pieces: int, cols_v: int, semaphores: int, width: int, folded: bool
 ) -> None:
     """Columns past the tensors' own, which hold NaN, count for nothing; all pieces and semaphores are cleared."""
-    case = {"block_m": block_m, "cols": cols, "pieces": pieces, "semaphores": semaphores}
+    case = {
+        "block_m": block_m,
+        "cols": cols,
+        "pieces": pieces,
+        "semaphores": semaphores,
+        "folded": folded,
+    }
     answer = ask({"what": "prepare", "cols_v": cols_v, "width": width, **case})
     assert "raised" not in answer, answer
     assert answer.pop("error") < NOISE

@@ -113,11 +113,11 @@ def backward_hopper(
             (consumer, (
                 dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, q_full, do_full,
                 ring_empty, scale_log2, cap_log2, scale, span, group, 0, MASK, SOFTCAP, GROUPED, M, N, D, DV,
-                STAGES, DQ_STAGES, POLICY)),
+                STAGES, DQ_STAGES)),
             (consumer, (
                 dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, q_full, do_full,
                 ring_empty, scale_log2, cap_log2, scale, span, group, 1, MASK, SOFTCAP, GROUPED, M, N, D, DV,
-                STAGES, DQ_STAGES, POLICY)),
+                STAGES, DQ_STAGES)),
             (producer, (
                 q_desc, do_desc, lse_desc, delta_desc, k_desc, v_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, bars,
                 q_full, do_full, workspace, arrays, counts, num_items, num_tiles, num_heads, heads_kv, splits, group, interleave,

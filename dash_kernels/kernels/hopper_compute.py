@@ -16,7 +16,6 @@ from dash_kernels.kernels.hopper_shared import (
     KV_EMPTY,
     MASK_BEGIN,
     MASK_END,
-    NO_DQ,
     NO_MASK,
     OUT_EMPTY,
     PIECE,
@@ -26,6 +25,7 @@ from dash_kernels.kernels.hopper_shared import (
     TILE_FULL,
     WINDOW_MASK,
     accumulator_layout,
+    is_folded,
     is_uneven,
     is_wide,
     read_word,
@@ -40,8 +40,8 @@ def any_step(
     dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full, ring_empty,
     scale_log2, cap_log2, span,
     W: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    DV: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, LATE: gl.constexpr,
-    SPREAD: gl.constexpr,
+    DV: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, LATE: gl.constexpr,
+    SPREAD: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     if is_wide(D):
         dk, dv = wide_step(
@@ -56,7 +56,7 @@ def any_step(
     else:
         dk, dv = one_step(
             dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full, ring_empty,
-            scale_log2, cap_log2, span, W, MASK, SOFTCAP, M, N, D, STAGES, DQ_STAGES, POLICY, LATE, SPREAD,
+            scale_log2, cap_log2, span, W, MASK, SOFTCAP, M, N, D, STAGES, DQ_STAGES, LATE, SPREAD, FOLDED,
         )  # fmt: skip
     return dk, dv
 
@@ -66,7 +66,7 @@ def consumer(
     dk_desc, dv_desc, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, bars, q_full, do_full, ring_empty,
     scale_log2, cap_log2, scale, span, group,
     W: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, GROUPED: gl.constexpr, M: gl.constexpr, N: gl.constexpr,
-    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr,
+    D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr, DQ_STAGES: gl.constexpr,
 ):  # fmt: skip
     DK_COLS: gl.constexpr = D // 2 if is_wide(D) else PIECE if is_uneven(D) else D
     DV_COLS: gl.constexpr = DV // 2 if is_wide(D) else DV
@@ -75,8 +75,9 @@ def consumer(
     MIDDLE: gl.constexpr = NO_MASK if MASK == WINDOW_MASK else MASK
     # Masked kernels lose by it: 2 % at head_dim 64, nothing gained at 128.
     SPREAD: gl.constexpr = MASK == NO_MASK
+    FOLDED: gl.constexpr = is_folded(D, MASK, SOFTCAP)
     # Without masks at head_dim 128 the matmul of dK hides that fence well enough.
-    LATE: gl.constexpr = POLICY != NO_DQ and (D == 64 or MASK != NO_MASK) and D <= 128
+    LATE: gl.constexpr = (D == 64 or MASK != NO_MASK) and D <= 128
     tile = 0
     mbarrier.wait(bars.index(TILE_FULL), 0)
     while read_word(words, tile, STEPS) >= 0:
@@ -90,7 +91,7 @@ def consumer(
             for step in range(first, first + read_word(words, tile, STEPS)):
                 dk, dv = any_step(
                     dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full, ring_empty,
-                    scale_log2, cap_log2, span, W, NO_MASK, SOFTCAP, M, N, D, DV, STAGES, DQ_STAGES, POLICY, LATE, SPREAD,
+                    scale_log2, cap_log2, span, W, NO_MASK, SOFTCAP, M, N, D, DV, STAGES, DQ_STAGES, LATE, SPREAD, FOLDED,
                 )  # fmt: skip
         else:
             # The bounds of the three loops are read where they are needed, which costs less than registers across a loop.
@@ -100,7 +101,7 @@ def consumer(
                 for step in range(begin, begin + read_word(words, tile, MASK_BEGIN)):
                     dk, dv = any_step(
                         dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full,
-                        ring_empty, scale_log2, cap_log2, span, W, ENDS, SOFTCAP, M, N, D, DV, STAGES, DQ_STAGES, POLICY, LATE, SPREAD,
+                        ring_empty, scale_log2, cap_log2, span, W, ENDS, SOFTCAP, M, N, D, DV, STAGES, DQ_STAGES, LATE, SPREAD, FOLDED,
                     )  # fmt: skip
                 for step in range(
                     begin + read_word(words, tile, MASK_BEGIN),
@@ -108,14 +109,14 @@ def consumer(
                 ):
                     dk, dv = any_step(
                         dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full,
-                        ring_empty, scale_log2, cap_log2, span, W, MIDDLE, SOFTCAP, M, N, D, DV, STAGES, DQ_STAGES, POLICY, LATE, SPREAD,
+                        ring_empty, scale_log2, cap_log2, span, W, MIDDLE, SOFTCAP, M, N, D, DV, STAGES, DQ_STAGES, LATE, SPREAD, FOLDED,
                     )  # fmt: skip
                 for step in range(
                     begin + read_word(words, tile, MASK_END), begin + read_word(words, tile, COUNT)
                 ):
                     dk, dv = any_step(
                         dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full,
-                        ring_empty, scale_log2, cap_log2, span, W, ENDS, SOFTCAP, M, N, D, DV, STAGES, DQ_STAGES, POLICY, LATE, SPREAD,
+                        ring_empty, scale_log2, cap_log2, span, W, ENDS, SOFTCAP, M, N, D, DV, STAGES, DQ_STAGES, LATE, SPREAD, FOLDED,
                     )  # fmt: skip
         end = read_word(words, tile, STEP) + read_word(words, tile, STEPS)
         thread_barrier()

@@ -28,7 +28,6 @@ from dash_kernels.kernels.hopper_shared import (
     LIMIT,
     MASK_BEGIN,
     MASK_END,
-    NO_DQ,
     NO_MASK,
     OUT_EMPTY,
     OUT_FULL,
@@ -170,8 +169,13 @@ def producer(
             write_word(words, tile, Q_TILES, q_tiles)
             write_word(words, tile, COUNT, count)
             write_word(words, tile, STEPS, count * group)
+            # A tile without a step is over as soon as its record is there: handed over before this wait it could complete
+            # KV_EMPTY once more and make the wait miss a phase. Others are handed over first, so that writers poll early.
+            if count == 0:
+                mbarrier.wait(bars.index(KV_EMPTY), (tile & 1) ^ 1)
             mbarrier.arrive(bars.index(TILE_FULL + (tile & 1)))
-            mbarrier.wait(bars.index(KV_EMPTY), (tile & 1) ^ 1)
+            if count != 0:
+                mbarrier.wait(bars.index(KV_EMPTY), (tile & 1) ^ 1)
             # The key that the first row of Q tile 0 sees last, counted from this tile's first, plus 1.
             reach = keys - q_rows + right + 1 - key
             for g in range(group if GROUPED else 1):
@@ -271,63 +275,58 @@ def writer(
     while read_word(words, tile, STEPS) >= 0:
         first = read_word(words, tile, STEP)
         end = first + read_word(words, tile, STEPS)
-        if POLICY == NO_DQ:
-            mbarrier.arrive(bars.index(DONE))
-        else:
-            ring = first if SHARED else first + ((first + W) & 1)
-            # DONE lets the producer draw the next ticket. Drawn earlier it would keep others waiting for that ticket's tile
-            # while this one waits for turns; a kind that waits on later CTAs must not hold one it has not started at all.
-            if not ORDER_OF_START:
-                if ring >= end:
-                    mbarrier.arrive(bars.index(DONE))
-            while ring < end:
-                place = ring - first
-                q_tile = read_word(words, tile, Q_TILES)
-                if GROUPED:
-                    g = place // read_word(words, tile, COUNT)
-                    place -= g * read_word(words, tile, COUNT)
-                    q_tile += g * num_m
-                visited = read_word(words, tile, FIRST) + place
-                if PACKED:
-                    turn = turn_in_sequence(words, tile, visited, DESCENDING, M, N)
-                    q_tile += visited
-                else:
-                    turn = gl.load(arrays + num_steps + visited)
-                    q_tile += gl.load(arrays + visited)
-                stage = W if SHARED else ring % DQ_STAGES
-                box = FIRST_BOX if SHARED else stage
-                row = q_tile * (M * D // 256) + FIRST_BOX * BOX
-                if POLICY != UNORDERED:
-                    semaphore = semaphores + (q_tile * 2 + W if SHARED else q_tile)
-                    seen = await_turn(semaphore, turn, workspace, bound_us)
-                    if seen != turn:
-                        report_timeout(
-                            workspace, record, q_tile // num_m, q_tile % num_m, turn, seen
-                        )
-                # This writer's first step among the last of the tile: no turn but those after it can hold the tile up.
-                if not ORDER_OF_START:
-                    if (ring >= end - AHEAD) & (ring - STRIDE < gl.maximum(end - AHEAD, first)):
-                        mbarrier.arrive(bars.index(DONE))
-                arrive_and_wait(RING_FULL + stage, LISTENERS)
-                if POLICY == UNORDERED:
-                    for i in gl.static_range(BOXES):
-                        tma_reduce_add(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
-                    tma_store_wait(0)
-                    mbarrier.arrive(ring_empty.index(stage))
-                else:
-                    fence_acquired()
-                    for i in gl.static_range(BOXES):
-                        if turn == 0:
-                            tma_store(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
-                        else:
-                            tma_reduce_add(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
-                    tma_store_wait(0)
-                    mbarrier.arrive(ring_empty.index(stage))
-                    wait_reduced()
-                    signal_turn(semaphore)
-                ring += STRIDE
-            if ORDER_OF_START:
+        ring = first if SHARED else first + ((first + W) & 1)
+        # DONE lets the producer draw the next ticket. Drawn earlier it would keep others waiting for that ticket's tile
+        # while this one waits for turns; a kind that waits on later CTAs must not hold one it has not started at all.
+        if not ORDER_OF_START:
+            if ring >= end:
                 mbarrier.arrive(bars.index(DONE))
+        while ring < end:
+            place = ring - first
+            q_tile = read_word(words, tile, Q_TILES)
+            if GROUPED:
+                g = place // read_word(words, tile, COUNT)
+                place -= g * read_word(words, tile, COUNT)
+                q_tile += g * num_m
+            visited = read_word(words, tile, FIRST) + place
+            if PACKED:
+                turn = turn_in_sequence(words, tile, visited, DESCENDING, M, N)
+                q_tile += visited
+            else:
+                turn = gl.load(arrays + num_steps + visited)
+                q_tile += gl.load(arrays + visited)
+            stage = W if SHARED else ring % DQ_STAGES
+            box = FIRST_BOX if SHARED else stage
+            row = q_tile * (M * D // 256) + FIRST_BOX * BOX
+            if POLICY != UNORDERED:
+                semaphore = semaphores + (q_tile * 2 + W if SHARED else q_tile)
+                seen = await_turn(semaphore, turn, workspace, bound_us)
+                if seen != turn:
+                    report_timeout(workspace, record, q_tile // num_m, q_tile % num_m, turn, seen)
+            # This writer's first step among the last of the tile: no turn but those after it can hold the tile up.
+            if not ORDER_OF_START:
+                if (ring >= end - AHEAD) & (ring - STRIDE < gl.maximum(end - AHEAD, first)):
+                    mbarrier.arrive(bars.index(DONE))
+            arrive_and_wait(RING_FULL + stage, LISTENERS)
+            if POLICY == UNORDERED:
+                for i in gl.static_range(BOXES):
+                    tma_reduce_add(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
+                tma_store_wait(0)
+                mbarrier.arrive(ring_empty.index(stage))
+            else:
+                fence_acquired()
+                for i in gl.static_range(BOXES):
+                    if turn == 0:
+                        tma_store(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
+                    else:
+                        tma_reduce_add(dq_desc, [row + i * BOX, 0], dq_s.index(box + i))
+                tma_store_wait(0)
+                mbarrier.arrive(ring_empty.index(stage))
+                wait_reduced()
+                signal_turn(semaphore)
+            ring += STRIDE
+        if ORDER_OF_START:
+            mbarrier.arrive(bars.index(DONE))
         mbarrier.arrive(bars.index(TILE_EMPTY + (tile & 1)))
         tile += 1
         mbarrier.wait(bars.index(TILE_FULL + (tile & 1)), (tile >> 1) & 1)

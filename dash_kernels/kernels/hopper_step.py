@@ -18,7 +18,6 @@ from dash_kernels.kernels.hopper_shared import (
     CONSUMERS_AND_WARP,
     LIMIT,
     MEETING,
-    NO_DQ,
     NO_MASK,
     OUT_FULL,
     Q_EMPTY,
@@ -31,6 +30,7 @@ from dash_kernels.kernels.hopper_shared import (
     arrive_and_wait,
     flatten_half,
     half_cols,
+    load_rows_of,
     read_scalar,
 )
 from dash_kernels.kernels.spread_exp2 import spread_exp2
@@ -82,7 +82,7 @@ def one_step(
     dk, dv, step, first, k_s, v_s, q_s, do_s, lse_s, delta_s, words, ds_s, dq_s, q_full, do_full, ring_empty,
     scale_log2, cap_log2, span,
     W: gl.constexpr, MASK: gl.constexpr, SOFTCAP: gl.constexpr, M: gl.constexpr, N: gl.constexpr, D: gl.constexpr,
-    STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, POLICY: gl.constexpr, LATE: gl.constexpr, SPREAD: gl.constexpr,
+    STAGES: gl.constexpr, DQ_STAGES: gl.constexpr, LATE: gl.constexpr, SPREAD: gl.constexpr, FOLDED: gl.constexpr,
 ):  # fmt: skip
     """One Q tile. ``LATE`` hands dQ to a writer in the next step, where the matmul of S hides the fence after its stores."""
     COLS: gl.constexpr = half_cols(M, D)
@@ -101,13 +101,17 @@ def one_step(
     v = v_s.index(only).reshape([N, D]).slice(64 * W, 64)
     zeros = gl.zeros((64, M), gl.float32, S_LAYOUT)
     mbarrier.wait(q_full.index(stage), phase)
+    # The compiler wants one between dQ's reads of dS and the next store of dS. Here the warps meet for the matmul anyway: 1 to
+    # 2 % on masks at head_dim 128; elsewhere it is as fast, or slower, than where the compiler puts it.
+    if M == 64 and not SPREAD:
+        thread_barrier()
     st = warpgroup_mma(k, q.permute((1, 0)), zeros, use_acc=False, is_async=True)
     if LATE:
         if step != first:
             hand_over(step - 1, DQ_STAGES)
     # LSE of 128 rows and delta are loaded after the waits for their products: earlier they stay live across them and spill.
     if M == 64:
-        lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+        lse = load_rows_of(lse_s.index(stage), M, FOLDED)
     mbarrier.wait(do_full.index(stage), phase)
     dpt = warpgroup_mma(v, do.permute((1, 0)), zeros, use_acc=False, is_async=True)
     st = warpgroup_mma_wait(1, deps=[st])
@@ -116,45 +120,40 @@ def one_step(
     if MASK != NO_MASK:
         st = masked(st, words, stage, span, 64 * W, 0, MASK, M, S_LAYOUT)
     if M == 128:
-        lse = lse_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+        lse = load_rows_of(lse_s.index(stage), M, FOLDED)
     exponents = st * (cap_log2 if SOFTCAP else scale_log2) - lse[None, :]
     p = spread_exp2(exponents) if SPREAD else gl.exp2(exponents)
     p16 = gl.convert_layout(p.to(DTYPE), A_LAYOUT)
     if SOFTCAP:
         p *= slope
     dpt = warpgroup_mma_wait(0, deps=[dpt])
-    delta = delta_s.index(stage).load(gl.SliceLayout(0, S_LAYOUT))
+    delta = load_rows_of(delta_s.index(stage), M, FOLDED)
     ds = (p * (dpt - delta[None, :])).to(DTYPE)
     ds16 = gl.convert_layout(ds, A_LAYOUT)
-    if POLICY == NO_DQ:
-        dv = warpgroup_mma(p16, do, dv, is_async=True)
-        dk = warpgroup_mma(ds16, q, dk, is_async=True)
-        dk, dv, p16, ds16 = warpgroup_mma_wait(0, deps=[dk, dv, p16, ds16])
+    # Of two slots: that the other warpgroup came to the last meeting says that it has read the one before.
+    ds_tile = ds_s.index(step & 1)
+    ds_tile.slice(64 * W, 64).store(ds)
+    dv = warpgroup_mma(p16, do, dv, is_async=True)
+    fence_async_shared()
+    arrive_and_wait(MEETING, CONSUMERS)
+    if M == 64:
+        a = ds_tile.permute((1, 0))
+        b = k_tile.slice(COLS * W, COLS, dim=1)
     else:
-        # Of two slots: that the other warpgroup came to the last meeting says that it has read the one before.
-        ds_tile = ds_s.index(step & 1)
-        ds_tile.slice(64 * W, 64).store(ds)
-        dv = warpgroup_mma(p16, do, dv, is_async=True)
-        fence_async_shared()
-        arrive_and_wait(MEETING, CONSUMERS)
-        if M == 64:
-            a = ds_tile.permute((1, 0))
-            b = k_tile.slice(COLS * W, COLS, dim=1)
-        else:
-            a = ds_tile.slice(64 * W, 64, dim=1).permute((1, 0))
-            b = k_tile
-        zeros_dq = gl.zeros((64, COLS), gl.float32, DQ_LAYOUT)
-        dq = warpgroup_mma(a, b, zeros_dq, use_acc=False, is_async=True)
-        dv, p16 = warpgroup_mma_wait(1, deps=[dv, p16])
-        dk = warpgroup_mma(ds16, q, dk, is_async=True)
-        dq = warpgroup_mma_wait(1, deps=[dq])
-        ring = step % DQ_STAGES
-        mbarrier.wait(ring_empty.index(ring), ((step // DQ_STAGES) & 1) ^ 1)
-        ROWS: gl.constexpr = M * D // 512
-        dq_s.index(ring).slice(W * ROWS, ROWS).store(flatten_half(dq, COLS))
-        if not LATE:
-            hand_over(step, DQ_STAGES)
-        dk, ds16 = warpgroup_mma_wait(0, deps=[dk, ds16])
+        a = ds_tile.slice(64 * W, 64, dim=1).permute((1, 0))
+        b = k_tile
+    zeros_dq = gl.zeros((64, COLS), gl.float32, DQ_LAYOUT)
+    dq = warpgroup_mma(a, b, zeros_dq, use_acc=False, is_async=True)
+    dv, p16 = warpgroup_mma_wait(1, deps=[dv, p16])
+    dk = warpgroup_mma(ds16, q, dk, is_async=True)
+    dq = warpgroup_mma_wait(1, deps=[dq])
+    ring = step % DQ_STAGES
+    mbarrier.wait(ring_empty.index(ring), ((step // DQ_STAGES) & 1) ^ 1)
+    ROWS: gl.constexpr = M * D // 512
+    dq_s.index(ring).slice(W * ROWS, ROWS).store(flatten_half(dq, COLS))
+    if not LATE:
+        hand_over(step, DQ_STAGES)
+    dk, ds16 = warpgroup_mma_wait(0, deps=[dk, ds16])
     arrive(Q_EMPTY + stage, CONSUMERS_AND_WARP)
     return dk, dv
 

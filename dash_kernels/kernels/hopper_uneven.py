@@ -128,7 +128,7 @@ def uneven_step(
 def uneven_out(
     dk, dv, scale, k_s, v_s, bars, W: gl.constexpr, N: gl.constexpr, DV: gl.constexpr
 ):  # fmt: skip
-    """Hand this warpgroup's keys of dK and dV to the writers, in place of K and V."""
+    """Hand this warpgroup's keys of dK and dV to the carrier, in place of K and V."""
     arrive_and_wait(MEETING, CONSUMERS)  # the other warpgroup has read K for its last dQ
     v_s.index(0).reshape([N, DV]).slice(64 * W, 64).store(dv.to(v_s.dtype))
     for piece in gl.static_range(3):

@@ -116,7 +116,7 @@ def wide_out(
     dk, dv, end, dk_desc, dv_desc, dq_s, bars, ring_empty,
     W: gl.constexpr, N: gl.constexpr, D: gl.constexpr, DV: gl.constexpr,
 ):  # fmt: skip
-    """Hand this warpgroup's columns of dK and dV to its writer, in its half of dQ."""
+    """Hand this warpgroup's columns of dK and dV to the carrier, in its half of dQ."""
     mbarrier.wait(ring_empty.index(W), (end & 1) ^ 1)
     half = dq_s.index(W)
     dv_tile = reinterpret(half, dv_desc.dtype, dv_desc.block_type.shape, dv_desc.layout)

@@ -20,13 +20,13 @@ from dash_kernels.kernels.descriptors import filled, rows_template, template, ti
 from dash_kernels.kernels.hopper_shared import (
     CAUSAL_MASK,
     HEADER_WORDS,
-    NO_DQ,
     NO_MASK,
     ORDERED,
     TAIL_MASK,
     UNORDERED,
     WINDOW_MASK,
     dq_boxes,
+    is_folded,
     is_wide,
     pieces,
     shares,
@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Sequences", "TurnTimeout", "backward", "raise_if_turn_missed"]
 
-POLICIES = {"unordered": UNORDERED.value, "ordered": ORDERED.value, "two_pass": NO_DQ.value}
+POLICIES = {"unordered": UNORDERED.value, "ordered": ORDERED.value}
 GLUON_DTYPES = {"torch.bfloat16": gl.bfloat16, "torch.float16": gl.float16}
 SHARE_ROWS = 16  # rows of dK and dV that one program adds up
 CONSUMER_WARPS = 4  # of each of the two warpgroups; the kernel's own num_warps
@@ -91,19 +91,8 @@ def backward(
         sm_margin, allow_resident,
     )  # fmt: skip
     check_tensors(plan, q=q, dout=dout, out=out, k=k, v=v, lse=lse, dlse=dlse)
-    return launch(
-        plan, dout, q, k, v, out, lse, scale=scale, window=window, softcap=softcap, sequences=sequences, dlse=dlse,
-        watchdog_seconds=watchdog_seconds,
-    )  # fmt: skip
-
-
-def launch(
-    plan: Plan, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *, scale: float,
-    window: tuple[int, int] = (-1, -1), softcap: float = 0.0, sequences: Sequences | None = None,
-    dlse: Tensor | None = None, watchdog_seconds: float = WATCHDOG_SECONDS,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """:func:`backward` of tensors that are known to fit :func:`backward_plan` of their shapes."""
     device = q.device
+    scale = float(scale)  # an int would be compiled in as a constant
     raise_if_turn_missed(device)
     with on_device(device):
         stream = current_stream(device)
@@ -114,9 +103,8 @@ def launch(
                 plan, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e9), window=window,
                 softcap=softcap, sequences=sequences, dlse=dlse,
             )  # fmt: skip
-        # An int scale would be compiled in as a constant.
         return launch_hopper(
-            plan, stream, dout, q, k, v, out, lse, float(scale), int(watchdog_seconds * 1e6), window, softcap, sequences, dlse
+            plan, stream, dout, q, k, v, out, lse, scale, int(watchdog_seconds * 1e6), window, softcap, sequences, dlse
         )  # fmt: skip
 
 
@@ -308,6 +296,7 @@ def _form(
             "ZERO_DQ": config.policy == "unordered", **tile, "HEAD_DIM_V": padded_head_dim(problem.head_dim_v),
             "dlse": None, "tiles": None, "counts": None,
             "WIDTH": problem.head_dim_v, "SEMAPHORES": shares(d), "PIECES": pieces(d),
+            "FOLDED": is_folded(d, mask.value, problem.softcap),
         },
         main={
             "MASK": mask.value, "SOFTCAP": problem.softcap, "GROUPED": problem.head_group > splits, "PACKED": packed,

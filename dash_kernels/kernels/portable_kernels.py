@@ -52,14 +52,14 @@ def prepare_tiles(
     heads, num_m, seq_len,
     ZERO_DQ: tl.constexpr, BLOCK_M: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_DIM_V: tl.constexpr = None,
     dlse=None, tiles=None, counts=None, WIDTH: tl.constexpr = None, SEMAPHORES: tl.constexpr = 1,
-    PIECES: tl.constexpr = 1,
+    PIECES: tl.constexpr = 1, FOLDED: tl.constexpr = False,
 ):  # fmt: skip
     """Row sums of out * dout less dlse, LSE in base 2, and a cleared workspace: one Q tile of one head a program.
 
     ``lse`` and ``dlse`` are (batch, heads, seq_len), contiguous. ``lse2`` and ``delta`` have BLOCK_M rows a tile, tile
     ``head * num_m + m_block``; LSE is +inf for rows past the end, so that P is 0 there. HEAD_DIM is that of ``dq``,
     HEAD_DIM_V that of ``out`` and ``dout`` (None: the same), of which WIDTH columns are there (None: all). A Q tile has
-    so many SEMAPHORES and, of dQ, PIECES of HEAD_DIM columns. Packed sequences: ``tiles`` and ``counts`` of a
+    so many SEMAPHORES and, of dQ, PIECES of HEAD_DIM columns. FOLDED: rows of a tile in hopper_shared.folded_layout's order. Packed sequences: ``tiles`` and ``counts`` of a
     SequencePlan, ``num_m`` its max_q_tiles, ``seq_len`` the rows of all of them, batch 1.
     """
     # Backwards: what the main kernel reads first is still in the L2 cache.
@@ -94,11 +94,15 @@ def prepare_tiles(
     row_lse = tl.load(lse + at, mask=inside, other=float("inf"))
     sees_keys = tl.abs(row_lse) < float("inf")
     padded = program.to(tl.int64) * BLOCK_M
-    tl.store(lse2 + padded + rows, tl.where(sees_keys, row_lse * LOG2E, float("inf")))
+    place = padded + rows
+    if FOLDED:
+        low = (rows & 1) | ((rows >> 2) & 2) | ((rows << 1) & 12)
+        place = padded + ((rows & -16) | low)
+    tl.store(lse2 + place, tl.where(sees_keys, row_lse * LOG2E, float("inf")))
     row_delta = tl.sum(o.to(tl.float32) * g.to(tl.float32), 1)
     if dlse is not None:
         row_delta -= tl.load(dlse + at, mask=inside, other=0.0)
-    tl.store(delta + padded + rows, tl.where(sees_keys, row_delta, 0.0))
+    tl.store(delta + place, tl.where(sees_keys, row_delta, 0.0))
     if ZERO_DQ:
         zeros = tl.zeros((BLOCK_M * HEAD_DIM,), tl.float32)
         target = dq + padded * (HEAD_DIM * PIECES) + tl.arange(0, BLOCK_M * HEAD_DIM)

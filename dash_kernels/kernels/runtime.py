@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import threading
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -264,24 +265,30 @@ def cooperative_grid(
     return grid
 
 
-@functools.cache
-def turn_record(device: Any) -> Tensor:
-    """Where a kernel writes (1, head, m_block, turn, seen) when a turn does not come: host memory, read without a sync."""
+_records: dict[Any, tuple[Tensor, ctypes.c_int32]] = {}
+_records_lock = threading.Lock()
+
+
+def _record(device: Any) -> tuple[Tensor, ctypes.c_int32]:
+    """The record of :func:`turn_record`, and its first word: an index into the tensor costs the host microseconds."""
     import torch
 
-    return torch.zeros(5, dtype=torch.int32, pin_memory=device.type == "cuda")
+    with _records_lock:
+        if device not in _records:
+            record = torch.zeros(5, dtype=torch.int32, pin_memory=device.type == "cuda")
+            _records[device] = record, ctypes.c_int32.from_address(record.data_ptr())
+        return _records[device]
 
 
-@functools.cache
-def _turn_flag(device: Any) -> ctypes.c_int32:
-    """The record's first word: an index into the tensor costs the host microseconds."""
-    return ctypes.c_int32.from_address(turn_record(device).data_ptr())
+def turn_record(device: Any) -> Tensor:
+    """Where a kernel writes (1, head, m_block, turn, seen) when a turn does not come: host memory, read without a sync."""
+    return (_records.get(device) or _record(device))[0]
 
 
 def raise_if_turn_missed(device: Any) -> None:
     """Raise TurnTimeout for a turn that an earlier launch on this device has missed, once."""
-    if _turn_flag(device).value:
-        record = turn_record(device)
+    record, flag = _records.get(device) or _record(device)
+    if flag.value:
         _, head, m_block, turn, seen = record.tolist()
         record.zero_()
         raise TurnTimeout(

@@ -11,9 +11,11 @@ VALUES = gl.constexpr(
 
 SPECIAL = "ex2.approx.ftz.f32 ${out}, ${x};"
 # 2**x = 2**n * 2**r with n the nearest integer: r is at most a half, and a polynomial of degree 4 (minimax, 1 at 0) is off by
-# 2.9e-6 of it at most. x is at least -127, whose power is made 0; NaN stays NaN.
+# 2.9e-6 of it at most. x is at least -127, whose power is made 0, and at most 128, whose power is
+# infinite; NaN stays NaN.
 POLYNOMIAL = """{{ .reg .f32 x, n, r, p; .reg .b32 e;
 max.NaN.f32 x, ${x}, 0fC2FE0000;
+min.NaN.f32 x, x, 0f43000000;
 add.rn.f32 n, x, 0f4B400000;
 sub.rn.f32 r, n, 0f4B400000;
 sub.rn.f32 r, x, r;
@@ -42,7 +44,7 @@ def exp2_registers():
 
 @gluon.jit
 def spread_exp2(x):
-    """2**x for x up to 127, an eighth of it in the FMA units."""
+    """2**x, an eighth of it in the FMA units."""
     ASM: gl.constexpr = exp2_asm()
     REGISTERS: gl.constexpr = exp2_registers()
     return gl.inline_asm_elementwise(

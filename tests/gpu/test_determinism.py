@@ -196,6 +196,25 @@ def test_poisoned_outputs_and_workspace_change_no_bit(
             assert_bits_equal(x, y, name)
 
 
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(64, 64), (128, 128), (192, 128), (256, 256)])
+def test_key_tiles_that_no_query_sees(head_dim: int, head_dim_v: int) -> None:
+    """A CTA meets them between others: a tile without a step must hand nothing over early, or the next one hangs."""
+    problem = Problem(
+        "causal", head_dim, 300, batch=16, heads=16, heads_kv=8, seq_len_kv=2300, window_left=100, head_dim_v=head_dim_v
+    )  # fmt: skip
+    inputs = make_inputs(problem)
+    first: tuple[torch.Tensor, ...] = ()
+    for run in range(200):
+        grads = gradients(*inputs, causal=True, window_size=(100, 0))
+        first = first or grads
+        for name, x, y in zip(GRADIENTS, grads, first, strict=True):
+            assert_bits_equal(x, y, f"run {run} {name}")
+    seen_from = problem.seq_len_kv - problem.seq_len - 100
+    for name, grad in zip(GRADIENTS[1:3], first[1:3], strict=True):
+        assert not grad[:, :seen_from].any(), f"{name} of a key that no query sees"
+        assert grad[:, seen_from:].any(), name
+
+
 MONOTONE = [kind for kind in KINDS if kind in ("ascending", "descending", "shortest_first")]
 
 

@@ -115,15 +115,14 @@ def test_four_commands_share_one_file_though_one_is_killed(
     forks: SweepForks, tmp_path: Path
 ) -> None:
     db = str(tmp_path / "rows.db")
-    env = {"DASH_QUICK_S": "0.03"}
+    env = {"DASH_QUICK_S": "0.1"}
     logs = [tmp_path / f"log-{place}" for place in range(4)]
     pids = [forks.start(db, filters=SHAPES, env=env, log=log) for log in logs]
-    eventually(lambda: len(measured(tmp_path)) > 20)
+    eventually(lambda: Path(db).exists() and len({row.run_id for row in first_pass(db)}) == 4)
     os.kill(pids[1], signal.SIGKILL)
     codes = [forks.wait(pid) for pid in pids]
     assert codes == [0, -signal.SIGKILL, 0, 0], [log.read_text() for log in logs]
     assert_complete(db)
-    assert len({row.run_id for row in first_pass(db)}) == 4, "all of them did a part"
     assert "by other processes" in logs[0].read_text()
     again = tmp_path / "again"
     assert forks.wait(forks.start(db, filters=SHAPES, log=again)) == 0

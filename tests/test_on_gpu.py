@@ -222,11 +222,6 @@ def test_a_pinned_config_that_cannot_run_is_refused_in_the_forward(stub: Stub) -
     assert not stub.forward_call
 
 
-def test_the_scale_is_no_constant_of_the_kernels(stub: Stub) -> None:
-    run(options(scale=1), False, False, *tensors())
-    assert isinstance(stub.backward_call["scale"], float)
-
-
 def test_the_scale_and_the_margin_arrive(stub: Stub) -> None:
     run(options(sm_margin=8, scale=0.7), False, False, *tensors())
     assert stub.backward_call["sm_margin"] == 8

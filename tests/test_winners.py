@@ -266,6 +266,15 @@ def test_one_sample_at_another_clock_hides_no_lead() -> None:
     assert 0.01 < cell.served.confidence.low < cell.served.confidence.high < 0.03
 
 
+def test_a_lost_sample_leaves_the_others_in_pairs() -> None:
+    rows = in_turn({SERVED: 500, SERVED.with_(heads_interleaved=4): 507.5}, drift=0.06)
+    lost = [
+        replace(row, samples=[*row.samples[:at], None, *row.samples[at + 1 :]])
+        for row, at in zip(rows, (2, 7), strict=True)
+    ]
+    assert cell_of(*lost).served.row.to_config() == rows[1].to_config()
+
+
 def test_times_of_a_few_ticks_are_no_exact_lead() -> None:
     """Seven ratios of twelve are the same there, and their median deviation is none."""
     ticks = [

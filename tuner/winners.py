@@ -384,15 +384,20 @@ def _squared_errors(fast: ResultRow, slow: ResultRow) -> list[tuple[float, int] 
 
 def _neighbours(fast: ResultRow, slow: ResultRow) -> list[float] | None:
     """Logarithms of (time of the first / time of the second) of samples taken one after the other: in one final round."""
-    one, other = _logs(fast), _logs(slow)
+    one, other = fast.samples or (), slow.samples or ()
     in_turn = is_final(fast) and is_final(slow) and fast.run_id == slow.run_id
-    if not in_turn or not one or len(one) != len(other):
+    if not in_turn or len(one) != len(other):
         return None
-    return [x - y for x, y in zip(one, other, strict=True)]
+    pairs = ((x, y) for x, y in zip(one, other, strict=True) if _is_time(x) and _is_time(y))
+    return [math.log(x) - math.log(y) for x, y in pairs] or None
 
 
 def _logs(row: ResultRow) -> list[float]:
-    return [math.log(x) for x in row.samples or () if isinstance(x, (int, float)) and x > 0]
+    return [math.log(x) for x in row.samples or () if _is_time(x)]
+
+
+def _is_time(sample: Any) -> bool:
+    return isinstance(sample, (int, float)) and 0 < sample < math.inf
 
 
 def _squared_error(

@@ -24,6 +24,7 @@ from dash_kernels import attention
 from dash_kernels.default_rule import default_config
 from dash_kernels.device import environment
 from dash_kernels.problem import Problem
+from tuner.space import TWO_PASS
 
 SHAPES = (  # head_dim, head_dim_v, mask
     (128, 128, "causal"),
@@ -36,7 +37,6 @@ SHAPES = (  # head_dim, head_dim_v, mask
     (192, 128, "full"),
 )
 SEQ_LEN = 4096
-TWO_PASS_TILE = {"block_m": 64, "block_n": 64, "num_stages": 2, "num_warps": 4}
 
 
 def backward_of(attend: Callable[..., Any], leaves: list[Any], dout: Any) -> Call:
@@ -93,7 +93,7 @@ def main() -> None:
         leaves = [x.requires_grad_() for x in (q, k, v)]
         configs = {"dash_portable": portable}
         if head_dim <= 128:
-            configs["dash_portable_two_pass"] = portable.with_(policy="two_pass", **TWO_PASS_TILE)
+            configs["dash_portable_two_pass"] = portable.with_(**TWO_PASS)
         calls: dict[str, Call] = {}
         refused: dict[str, str] = {}
         for name, config in configs.items():

@@ -123,6 +123,7 @@ def test_four_commands_share_one_file_though_one_is_killed(
     codes = [forks.wait(pid) for pid in pids]
     assert codes == [0, -signal.SIGKILL, 0, 0], [log.read_text() for log in logs]
     assert_complete(db)
+    assert len({row.run_id for row in first_pass(db)}) == 4, "all of them did a part"
     assert "by other processes" in logs[0].read_text()
     again = tmp_path / "again"
     assert forks.wait(forks.start(db, filters=SHAPES, log=again)) == 0
